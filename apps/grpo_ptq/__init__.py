@@ -1,0 +1,1 @@
+"""GRPO with an INT8 generator."""

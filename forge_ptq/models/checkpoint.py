@@ -1,0 +1,112 @@
+"""Hugging Face checkpoint folders: read, and write so that a reader never sees half of one.
+
+A folder is written beside its target and renamed into place as the last act. `complete.json` inside
+names what the folder was made from: a maker that finds its own fingerprint there has nothing to do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+COMPLETE = "complete.json"
+"""Marker file of a finished folder: {"fingerprint": str, ...}."""
+
+
+def fingerprint(what: Mapping[str, Any]) -> str:
+    """Hash of a JSON-like description of how a folder is made."""
+    text = json.dumps(what, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def marker(folder: str | Path) -> dict[str, Any] | None:
+    """The marker of a finished folder, or None where there is no such folder or it is unfinished."""
+    path = Path(folder) / COMPLETE
+    if not path.is_file():
+        return None
+    with contextlib.suppress(json.JSONDecodeError):
+        found = json.loads(path.read_text())
+        if isinstance(found, dict):
+            return found
+    return None
+
+
+def is_current(folder: str | Path, fingerprint_: str) -> bool:
+    """True where `folder` is finished and was made from exactly this description."""
+    found = marker(folder)
+    return found is not None and found.get("fingerprint") == fingerprint_
+
+
+def write_folder(target: str | Path, fill: Callable[[Path], None], info: Mapping[str, Any]) -> Path:
+    """Calls `fill(temporary folder)`, adds the marker with `info`, renames it to `target`.
+
+    An existing `target` is replaced. A crash leaves at most a `.partial-*` folder beside it.
+    """
+    target = Path(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.parent / f".partial-{target.name}-{uuid.uuid4().hex[:8]}"
+    partial.mkdir()
+    try:
+        fill(partial)
+        (partial / COMPLETE).write_text(json.dumps(dict(info), indent=2, sort_keys=True) + "\n")
+        _sync(partial)
+        if target.exists():
+            old = target.parent / f".old-{target.name}-{uuid.uuid4().hex[:8]}"
+            target.rename(old)
+            partial.rename(target)
+            shutil.rmtree(old)
+        else:
+            partial.rename(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return target
+
+
+def _sync(folder: Path) -> None:
+    """Forces a folder's files to disk, so that a rename never outlives their contents."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as handle:
+                os.fsync(handle.fileno())
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """config.json of a checkpoint folder. FileNotFoundError says how to get one."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path} not found: expected a Hugging Face checkpoint folder. Make the tiny policy with "
+            "`python -m apps.sft.main --config configs/sft_tiny_cpu.yaml`, SmolLM2 with "
+            "`python -m forge_ptq.models.smollm2 --out models/smollm2_135m`."
+        )
+    return json.loads(path.read_text())
+
+
+def iter_tensors(folder: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of every tensor in the folder's safetensors files, one at a time."""
+    from safetensors import safe_open
+
+    files = sorted(Path(folder).glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"no *.safetensors file in {folder}")
+    for file in files:
+        with safe_open(file, framework="pt") as handle:
+            for name in handle.keys():  # noqa: SIM118 - not a dict
+                yield name, handle.get_tensor(name)
+
+
+def save_tensors(folder: str | Path, state: Mapping[str, torch.Tensor]) -> None:
+    """Writes model.safetensors: HF names, whole (not sharded) tensors."""
+    from safetensors.torch import save_file
+
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    save_file(plain, Path(folder) / "model.safetensors", metadata={"format": "pt"})
