@@ -1,0 +1,1 @@
+"""Quantization maths: pure functions on tensors. Imports torch and torchao only, no actors."""

@@ -1,0 +1,29 @@
+"""int8_dynamic: per-channel int8 weights; activations get one scale per token while serving.
+
+``quantize`` -> {"weight": int8 [N, K], "weight_scale": fp32 [N, 1]}.
+Shape suffixes: N output features, K input features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from forge_ptq.numerics.schemes.common import dequantize_weight, quantize_weight
+
+NAME = "int8_dynamic"
+PARTS = ("weight", "weight_scale")
+
+
+def quantize(
+    weight_NK: torch.Tensor, *, name: str = "weight", absmax: float | None = None
+) -> dict[str, torch.Tensor]:
+    """Quantize a bf16, fp16 or fp32 weight_NK; absmax is accepted and not used."""
+    codes_NK, scale_N1 = quantize_weight(weight_NK, name)
+    return {"weight": codes_NK, "weight_scale": scale_N1}
+
+
+def dequantize(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """weight_NK fp32 that the parts stand for."""
+    return dequantize_weight(tensors["weight"], tensors["weight_scale"])

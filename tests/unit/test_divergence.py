@@ -1,0 +1,157 @@
+"""Divergence estimators against closed forms, brute force and simulation."""
+
+import math
+
+import pytest
+import torch
+
+from forge_ptq.numerics.divergence import (
+    cluster_mean,
+    compare,
+    kl_per_token,
+    rise,
+    t_quantile_975,
+)
+
+
+def test_kl_of_two_categoricals_matches_the_closed_form():
+    ref = torch.tensor([[0.5, 0.25, 0.25], [1.0, 0.0, 0.0]])
+    cand = torch.tensor([[0.25, 0.25, 0.5], [0.5, 0.25, 0.25]])
+    expected = [0.5 * math.log(2) - 0.25 * math.log(2), math.log(2)]
+    torch.testing.assert_close(kl_per_token(ref.log(), cand.log()), torch.tensor(expected))
+
+
+def test_kl_matches_torch_and_ignores_constant_shifts():
+    generator = torch.Generator().manual_seed(0)
+    ref, cand = torch.randn(2, 40, 300, generator=generator) * 3
+    expected = torch.nn.functional.kl_div(
+        cand.log_softmax(-1), ref.log_softmax(-1), log_target=True, reduction="none"
+    ).sum(-1)
+    torch.testing.assert_close(kl_per_token(ref, cand), expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(kl_per_token(ref + 50, cand - 7), expected, rtol=1e-3, atol=1e-5)
+    assert float(kl_per_token(ref, ref).max()) < 1e-6
+
+
+def test_kl_of_bf16_logits_is_computed_in_fp32():
+    ref = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    cand = (ref.float() + 0.01).bfloat16()
+    assert kl_per_token(ref, cand).dtype == torch.float32
+    torch.testing.assert_close(kl_per_token(ref, cand), kl_per_token(ref.float(), cand.float()))
+
+
+def test_kl_shapes_must_agree():
+    with pytest.raises(ValueError, match="shape"):
+        kl_per_token(torch.zeros(2, 3), torch.zeros(2, 4))
+
+
+def test_cluster_mean_with_equal_clusters_is_the_classic_standard_error():
+    values = torch.randn(12, 7, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    result = cluster_mean(list(values))
+    means = values.mean(1)
+    assert result.mean == pytest.approx(float(values.mean()))
+    assert result.se == pytest.approx(float(means.std() / math.sqrt(12)))
+    assert (result.clusters, result.tokens) == (12, 84)
+
+
+def test_cluster_mean_with_unequal_clusters_matches_brute_force():
+    generator = torch.Generator().manual_seed(3)
+    clusters = [torch.randn(n, generator=generator) for n in (1, 4, 9, 2, 30)]
+    flat = torch.cat(clusters).double()
+    mean = float(flat.mean())
+    squares = sum(float((c.double() - mean).sum()) ** 2 for c in clusters)
+    result = cluster_mean([*clusters, torch.zeros(0)])
+    assert result.mean == pytest.approx(mean)
+    assert result.se == pytest.approx(math.sqrt(5 / 4 * squares) / flat.numel())
+
+
+def test_interval_covers_the_truth_when_tokens_of_a_rollout_move_together():
+    # The naive token-level error would be 5x too small here and cover about a third of the time.
+    generator = torch.Generator().manual_seed(4)
+    covered = 0
+    for _ in range(400):
+        shared_G1 = torch.randn(10, 1, generator=generator)
+        values_GR = shared_G1 + 0.2 * torch.randn(10, 25, generator=generator)
+        low, high = cluster_mean(list(values_GR)).ci95
+        covered += low <= 0 <= high
+    assert 0.92 < covered / 400 < 0.98
+
+
+@pytest.mark.parametrize(
+    ("degrees", "expected"),
+    [(1, 12.7062), (2, 4.30265), (3, 3.18245), (4, 2.77645), (9, 2.26216), (30, 2.04227)],
+)
+def test_t_quantile(degrees, expected):
+    assert t_quantile_975(degrees) == pytest.approx(expected, rel=3e-3)
+
+
+def test_one_cluster_has_no_standard_error():
+    result = cluster_mean([torch.ones(5)])
+    assert result.se == math.inf
+    assert result.ci95 == (-math.inf, math.inf)
+
+
+def test_compare_reports_both_estimates_and_the_worst_rollout():
+    ref = [torch.tensor([-1.0, -2.0]), torch.tensor([-3.0]), torch.tensor([-0.5, -0.5, -0.5])]
+    cand = [torch.tensor([-1.1, -2.1]), torch.tensor([-3.0]), torch.tensor([-0.5, -0.5, -0.2])]
+    kl = [torch.tensor([0.01, 0.01]), torch.tensor([0.2]), torch.tensor([0.0, 0.0, 0.02])]
+    result = compare(cand, ref, kl)
+    assert result.estimator == "kl"
+    assert result.kl == pytest.approx(0.24 / 6)
+    assert result.perplexity_rise == pytest.approx(math.expm1(0.04))
+    assert result.nll_rise == pytest.approx((0.2 - 0.3) / 6)
+    assert result.nll_perplexity_rise == pytest.approx(math.expm1(-0.1 / 6))
+    assert result.worst_sequence == 1
+    assert result.worst_sequence_rise == pytest.approx(math.expm1(0.2))
+    assert (result.tokens, result.sequences, result.non_finite) == (6, 3, 0)
+    assert result.ci[0] < result.perplexity_rise < result.ci[1]
+
+
+def test_without_kl_the_paired_nll_decides():
+    ref, cand = [torch.tensor([-1.0]), torch.tensor([-1.0])], [torch.tensor([-1.2])] * 2
+    result = compare(cand, ref)
+    assert result.estimator == "nll"
+    assert result.kl is None
+    assert result.perplexity_rise == pytest.approx(math.expm1(0.2))
+
+
+def test_kl_estimates_the_nll_rise_with_less_variance():
+    # Tokens sampled from the reference: both means agree, the KL's error is far smaller.
+    generator = torch.Generator().manual_seed(5)
+    ref_RV = torch.randn(4000, 50, generator=generator) * 2
+    cand_RV = ref_RV + 0.3 * torch.randn(4000, 50, generator=generator)
+    tokens_R1 = torch.multinomial(ref_RV.softmax(-1), 1, generator=generator)
+    ref_R = ref_RV.log_softmax(-1).gather(1, tokens_R1)[:, 0]
+    cand_R = cand_RV.log_softmax(-1).gather(1, tokens_R1)[:, 0]
+    split = [list(t.split(100)) for t in (cand_R, ref_R, kl_per_token(ref_RV, cand_RV))]
+    result = compare(*split)
+    assert abs(result.nll_rise - result.kl) < 3 * result.nll_rise_se
+    assert result.kl_se < result.nll_rise_se / 3
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", ["candidate", "reference", "kl"])
+def test_non_finite_scores_are_counted_and_spoil_the_estimate(bad, where):
+    parts = {name: [torch.zeros(3), torch.zeros(2)] for name in ("candidate", "reference", "kl")}
+    parts[where][1][0] = bad
+    result = compare(parts["candidate"], parts["reference"], parts["kl"])
+    assert result.non_finite == 1
+    assert math.isnan(result.perplexity_rise)
+    assert all(math.isnan(bound) for bound in result.ci)
+
+
+def test_negative_kl_counts_as_broken():
+    assert compare([torch.zeros(2)], [torch.zeros(2)], [torch.tensor([-0.1, 0.1])]).non_finite == 1
+
+
+def test_pairs_must_match():
+    with pytest.raises(ValueError, match="2 candidate rollouts but 1"):
+        compare([torch.zeros(1)] * 2, [torch.zeros(1)])
+    with pytest.raises(ValueError, match="rollout 0"):
+        compare([torch.zeros(2)], [torch.zeros(3)])
+    with pytest.raises(ValueError, match="no scored tokens"):
+        compare([], [])
+
+
+def test_rise_does_not_overflow():
+    assert rise(1e6) == math.inf
+    assert rise(0.0) == 0.0
