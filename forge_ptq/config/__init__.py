@@ -1,0 +1,91 @@
+"""Every option of a run, typed. `load_config(path, overrides)` is the way in.
+
+Light on purpose: importing it pulls in omegaconf and yaml, never torch or vllm.
+"""
+
+from .block import SCHEMES, Block, ConfigError, Scheme, to_plain
+from .build import from_mapping
+from .load import load_config, load_mapping, save_config, to_yaml
+from .placement import (
+    ActorsConfig,
+    ProcessOptions,
+    ProvisionerConfig,
+    ServiceOptions,
+    ServicesConfig,
+)
+from .ptq import (
+    DeadlinesConfig,
+    GuardConfig,
+    PlanConfig,
+    ProbeConfig,
+    PTQConfig,
+    SamplerConfig,
+)
+from .schema import (
+    ConsoleConfig,
+    DatasetConfig,
+    DebugConfig,
+    InjectConfig,
+    LossConfig,
+    MetricLoggingConfig,
+    PolicyConfig,
+    ReplayBufferConfig,
+    RunConfig,
+    WandbConfig,
+)
+from .titan import (
+    ActivationCheckpointConfig,
+    CheckpointConfig,
+    CompileConfig,
+    LRSchedulerConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelismConfig,
+    RefModelConfig,
+    TrainerConfig,
+    TrainingConfig,
+)
+
+__all__ = [
+    "SCHEMES",
+    "ActivationCheckpointConfig",
+    "ActorsConfig",
+    "Block",
+    "CheckpointConfig",
+    "CompileConfig",
+    "ConfigError",
+    "ConsoleConfig",
+    "DatasetConfig",
+    "DeadlinesConfig",
+    "DebugConfig",
+    "GuardConfig",
+    "InjectConfig",
+    "LRSchedulerConfig",
+    "LossConfig",
+    "MetricLoggingConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "PTQConfig",
+    "ParallelismConfig",
+    "PlanConfig",
+    "PolicyConfig",
+    "ProbeConfig",
+    "ProcessOptions",
+    "ProvisionerConfig",
+    "RefModelConfig",
+    "ReplayBufferConfig",
+    "RunConfig",
+    "SamplerConfig",
+    "Scheme",
+    "ServiceOptions",
+    "ServicesConfig",
+    "TrainerConfig",
+    "TrainingConfig",
+    "WandbConfig",
+    "from_mapping",
+    "load_config",
+    "load_mapping",
+    "save_config",
+    "to_plain",
+    "to_yaml",
+]

@@ -1,0 +1,167 @@
+"""Keys that must fit each other. Every check adds (key path, message) to a list.
+
+Types and ranges of single keys are in the schema and have been checked before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .build import Problems, closest
+from .engine_keys import ENGINE_ARGS, SAMPLING_PARAMS, SET_BY_GENERATOR, describe, has_type
+from .schema import RunConfig
+from .titan import ParallelismConfig
+
+
+def check(config: RunConfig) -> Problems:
+    """All problems of a well-typed configuration; empty when it is sound."""
+    problems: Problems = []
+    _lengths(config, problems)
+    _engine(config, problems)
+    _trainer(config, problems)
+    _placement(config, problems)
+    _ptq(config, problems)
+    if "{question}" not in config.dataset.prompt_template:
+        problems.append(("dataset.prompt_template", "expected {question} somewhere in it"))
+    return problems
+
+
+def _lengths(config: RunConfig, problems: Problems) -> None:
+    need = config.max_req_tokens + config.max_res_tokens
+    terms = f"max_req_tokens + max_res_tokens = {need}"
+    for path, block in (("trainer", config.trainer), ("ref_model", config.ref_model)):
+        if (have := block.training.seq_len) < need:
+            message = f"got {have}, expected at least {terms}"
+            problems.append((f"{path}.training.seq_len", message))
+    limit = config.policy.engine_args.get("max_model_len")
+    if isinstance(limit, int) and limit < need:
+        problems.append(("policy.engine_args.max_model_len", f"got {limit}, expected >= {terms}"))
+
+
+def _free_form(
+    block: dict[str, Any], known: dict[str, tuple[type, ...]], path: str, problems: Problems
+) -> None:
+    for key, value in block.items():
+        where = f"{path}.{key}"
+        if key not in known:
+            near = closest(key, list(known))
+            hint = f"did you mean {path}.{near}?" if near else f"valid: {', '.join(known)}"
+            problems.append((where, f"not passed on to vLLM; {hint}"))
+        elif not has_type(value, known[key]):
+            problems.append((where, f"got {value!r}, expected {describe(known[key])}"))
+
+
+def _engine(config: RunConfig, problems: Problems) -> None:
+    args, sampling = config.policy.engine_args, config.policy.sampling_params
+    base = "policy.engine_args"
+    for key in SET_BY_GENERATOR:
+        if key in args:
+            problems.append((f"{base}.{key}", "the generator sets this itself; remove it"))
+    _free_form(
+        {k: v for k, v in args.items() if k not in SET_BY_GENERATOR}, ENGINE_ARGS, base, problems
+    )
+    _free_form(sampling, SAMPLING_PARAMS, "policy.sampling_params", problems)
+    if not args.get("model"):
+        problems.append((f"{base}.model", "missing; expected the starting policy, as in ${model}"))
+    if config.ptq.enabled and args.get("enforce_eager") is not True:
+        message = "expected true while ptq.enabled: compiled engines bake a slot in"
+        problems.append((f"{base}.enforce_eager", message))
+    base = "policy.sampling_params"
+    if sampling.get("n") != config.group_size:
+        message = f"got {sampling.get('n')}, expected group_size = {config.group_size}"
+        problems.append((f"{base}.n", message))
+    limit = sampling.get("max_tokens")
+    if not isinstance(limit, int) or not 0 < limit <= config.max_res_tokens:
+        message = f"got {limit}, expected 1 to max_res_tokens = {config.max_res_tokens}"
+        problems.append((f"{base}.max_tokens", message))
+    # The loss takes the logprobs of the untouched softmax for those of the sampled distribution.
+    plain = {"temperature": (1,), "top_p": (1,), "top_k": (-1, 0), "min_p": (0,)}
+    for key, allowed in plain.items():
+        value = sampling.get(key)
+        if value is not None and value not in allowed and config.loss.rollout_correction == "tis":
+            message = f"got {value}, expected {allowed[0]} while loss.rollout_correction is tis"
+            problems.append((f"{base}.{key}", message))
+
+
+def _degrees(p: ParallelismConfig, procs: int, path: str, where: str, problems: Problems) -> int:
+    """Data-parallel degree of `procs` ranks; 0 with a problem noted when they do not fit."""
+    shard = p.data_parallel_shard_degree
+    if shard == 0 or shard < -1:
+        message = f"got {shard}, expected -1 or more than 0"
+        problems.append((f"{path}.data_parallel_shard_degree", message))
+        return 0
+    rest = p.data_parallel_replicate_degree * p.tensor_parallel_degree
+    rest *= p.pipeline_parallel_degree * p.context_parallel_degree
+    if shard == -1:
+        if procs % rest:
+            message = f"got {procs}, expected a multiple of {rest}, the product of the degrees"
+            problems.append((where, f"{message} in {path}"))
+            return 0
+        shard = procs // rest
+    elif rest * shard != procs:
+        message = f"got {procs}, expected {rest * shard}, the product of the degrees in {path}"
+        problems.append((where, message))
+        return 0
+    return shard * p.data_parallel_replicate_degree
+
+
+def _trainer(config: RunConfig, problems: Problems) -> None:
+    trainer, replay = config.trainer, config.replay_buffer
+    path = "trainer.parallelism"
+    dp = _degrees(
+        trainer.parallelism, config.actors.trainer.procs, path, "actors.trainer.procs", problems
+    )
+    if dp and replay.dp_size != dp:
+        message = f"got {replay.dp_size}, expected {dp}, the trainer's data-parallel degree"
+        problems.append(("replay_buffer.dp_size", message))
+    for where, have in (
+        ("trainer.training.local_batch_size", trainer.training.local_batch_size),
+        ("replay_buffer.batch_size", replay.batch_size),
+    ):
+        if have != config.local_batch_size:
+            message = f"got {have}, expected local_batch_size = {config.local_batch_size}"
+            problems.append((where, message))
+    age = replay.max_policy_age
+    if age is None or age > config.off_by_n:
+        message = f"got {age}, expected 0 to off_by_n = {config.off_by_n}"
+        problems.append(("replay_buffer.max_policy_age", message))
+    capacity = replay.max_buffer_size
+    if capacity is not None and capacity < replay.batch_size * replay.dp_size:
+        message = f"got {capacity}, expected at least batch_size * dp_size"
+        problems.append(("replay_buffer.max_buffer_size", message))
+
+
+def _placement(config: RunConfig, problems: Problems) -> None:
+    for group, block in (("services", config.services), ("actors", config.actors)):
+        for name in block:
+            options, base = getattr(block, name), f"{group}.{name}"
+            if options.colocate is not None and options.procs != 1:
+                message = f"got {options.procs}, expected 1 while colocate is set"
+                problems.append((f"{base}.procs", message))
+    args, policy = config.policy.engine_args, config.services.policy
+    ranks = 1
+    for key in ("tensor_parallel_size", "pipeline_parallel_size"):
+        size = args.get(key, 1)
+        ranks *= size if isinstance(size, int) and size > 0 else 1
+    if policy.procs != ranks:
+        message = f"got {policy.procs}, expected {ranks}, the engine's parallel ranks"
+        problems.append(("services.policy.procs", message))
+
+
+def _ptq(config: RunConfig, problems: Problems) -> None:
+    ptq = config.ptq
+    probe, sampler = ptq.probe, ptq.sampler
+    if probe.min_sequences > probe.sequences:
+        message = f"got {probe.min_sequences}, expected at most ptq.probe.sequences"
+        problems.append(("ptq.probe.min_sequences", f"{message} = {probe.sequences}"))
+    if int(sampler.capacity * sampler.probe_fraction) < probe.min_sequences:
+        message = f"got {sampler.capacity}, expected room for ptq.probe.min_sequences"
+        share = f"{probe.min_sequences} / {sampler.probe_fraction} or more"
+        problems.append(("ptq.sampler.capacity", f"{message}: {share}"))
+    if config.debug.inject is not None:
+        if not ptq.enabled:
+            problems.append(("debug.inject", "expected null while ptq.enabled is false"))
+        step, steps = config.debug.inject.step, config.trainer.training.steps
+        if step > steps or step % ptq.publish_every:
+            message = f"got {step}, expected a published step: a multiple of ptq.publish_every"
+            problems.append(("debug.inject.step", f"{message} up to {steps}"))

@@ -1,0 +1,111 @@
+"""The `ptq` block: what this project adds to a torchforge configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from .block import Block, NaturalInt, Positive, PositiveInt, PositiveShare, Scheme, TrueShare
+
+
+@dataclass(kw_only=True)
+class PlanConfig(Block):
+    """Which scheme every linear layer serves in."""
+
+    default: Scheme = "int8_dynamic"
+    """Scheme of every linear layer that no override names: int8_dynamic, int8_static or bf16."""
+
+    overrides: dict[str, Scheme] = field(default_factory=dict)
+    """Scheme by pattern over HF module names, as in `"*.down_proj": bf16`. The last match wins.
+    Layers that vLLM fuses (q/k/v, gate/up) must agree. lm_head is never quantized."""
+
+
+@dataclass(kw_only=True)
+class GuardConfig(Block):
+    """When a candidate may serve."""
+
+    max_perplexity_rise: PositiveShare = 0.03
+    """Largest relative rise over the full-precision policy of the same version. 0.03 is 3 %."""
+
+    on_reject: Literal["keep", "bf16"] = "keep"
+    """After a refusal: keep serving the last good version, or serve this one in bf16."""
+
+
+@dataclass(kw_only=True)
+class ProbeConfig(Block):
+    """Held-out rollouts that judge a candidate."""
+
+    sequences: PositiveInt = 32
+    """Sequences scored per candidate."""
+
+    min_sequences: PositiveInt = 20
+    """With fewer at hand a candidate cannot be judged and is not served."""
+
+    max_tokens: PositiveInt | None = None
+    """Longest sequence scored, prompt included, in tokens; null does not limit."""
+
+
+@dataclass(kw_only=True)
+class SamplerConfig(Block):
+    """The pool of fresh rollouts that calibration and probe draw from."""
+
+    capacity: PositiveInt = 512
+    """Rollouts kept; the oldest leave first."""
+
+    max_age: NaturalInt = 4
+    """Rollouts of a policy more than this many versions old leave."""
+
+    probe_fraction: TrueShare = 0.25
+    """Share held out for the probe and never used to calibrate."""
+
+
+@dataclass(kw_only=True)
+class DeadlinesConfig(Block):
+    """Seconds after which one phase of a publish counts as failed. The live slot stays as it is."""
+
+    quantize_s: Positive = 300.0
+    """Load, calibrate and quantize."""
+
+    stage_s: Positive = 120.0
+    """Load the artifact into the idle slot, waiting for the slot to drain included."""
+
+    probe_s: Positive = 120.0
+    """Score the candidate and the reference."""
+
+    commit_s: Positive = 30.0
+    """Flip."""
+
+    drain_s: Positive = 60.0
+    """Wait for the idle slot's last sequences before they are moved to the live slot."""
+
+
+@dataclass(kw_only=True)
+class PTQConfig(Block):
+    """Post-training quantization in the loop."""
+
+    enabled: bool = True
+    """Off, the generator serves the pushed bf16 weights."""
+
+    publish_every: PositiveInt = 1
+    """Training steps between two publishes."""
+
+    calibrate_every: PositiveInt = 1
+    """Publishes between two calibrations of static activation scales."""
+
+    calibration_sequences: PositiveInt = 64
+    """Rollouts per calibration."""
+
+    plan: PlanConfig = field(default_factory=PlanConfig)
+    """Scheme per layer."""
+
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    """Gate before traffic."""
+
+    probe: ProbeConfig = field(default_factory=ProbeConfig)
+    """What the gate measures on."""
+
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    """Pool of rollouts."""
+
+    deadlines: DeadlinesConfig = field(default_factory=DeadlinesConfig)
+    """Limits in time."""
