@@ -1,0 +1,82 @@
+"""Our own runtime on Monarch 0.7, with torchforge's API.
+
+A file per concern: types (configuration, errors), child (first code of a process), death (notices
+dead processes), agent (runtime's actor in every process), process, gpus, launcher, provisioner
+(placement), handle, actor, router, replica, service, interface (calls), metrics, metric_logger,
+backends, tracer, replay_buffer, completion.
+"""
+
+from __future__ import annotations
+
+from monarch.actor import concurrent_endpoint, current_rank, current_size, endpoint
+
+from forge_ptq.runtime.own.actor import ForgeActor
+from forge_ptq.runtime.own.completion import Completion
+from forge_ptq.runtime.own.interface import ServiceInterface, Session
+from forge_ptq.runtime.own.metric_logger import close_metric_logger, get_or_create_metric_logger
+from forge_ptq.runtime.own.metrics import Metric, Reduce, record_metric
+from forge_ptq.runtime.own.provisioner import (
+    current_provisioner,
+    forget_provisioner,
+    get_proc_mesh,
+    init_provisioner,
+    pids,
+)
+from forge_ptq.runtime.own.replay_buffer import ReplayBuffer
+from forge_ptq.runtime.own.tracer import Tracer
+from forge_ptq.runtime.own.types import (
+    ActorDied,
+    Launcher,
+    LauncherConfig,
+    ProcessConfig,
+    ProvisionerConfig,
+    QueueFull,
+    RequestTimeout,
+    ServiceConfig,
+    ServiceUnavailable,
+)
+
+NAME = "own"
+
+
+async def shutdown() -> None:
+    """Closes the metric backends and ends every process this client started. May be repeated."""
+    provisioner = current_provisioner()
+    try:
+        await close_metric_logger()
+    finally:
+        if provisioner is not None:
+            await provisioner.shutdown()
+            forget_provisioner()
+
+
+__all__ = [
+    "NAME",
+    "ActorDied",
+    "Completion",
+    "ForgeActor",
+    "Launcher",
+    "LauncherConfig",
+    "Metric",
+    "ProcessConfig",
+    "ProvisionerConfig",
+    "QueueFull",
+    "Reduce",
+    "ReplayBuffer",
+    "RequestTimeout",
+    "ServiceConfig",
+    "ServiceInterface",
+    "ServiceUnavailable",
+    "Session",
+    "Tracer",
+    "concurrent_endpoint",
+    "current_rank",
+    "current_size",
+    "endpoint",
+    "get_or_create_metric_logger",
+    "get_proc_mesh",
+    "init_provisioner",
+    "pids",
+    "record_metric",
+    "shutdown",
+]

@@ -1,0 +1,39 @@
+"""`ProcessAgent`: the runtime's own actor in every spawned process.
+
+It tells the process' identity and hands over the metrics that were recorded there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+from typing import Any
+
+from monarch.actor import Actor, current_rank, endpoint
+
+from forge_ptq.runtime.own.death import ProcessId
+from forge_ptq.runtime.own.metrics import COLLECTOR
+
+
+class ProcessAgent(Actor):
+    """First actor of a process. Sets up logging; endpoints for the provisioner and the metrics."""
+
+    def __init__(self, mesh_name: str) -> None:
+        self.process_name = f"{mesh_name}_r{current_rank().rank}"
+        handler = logging.StreamHandler(sys.stdout)
+        line = f"[{self.process_name}] %(asctime)s %(levelname)s %(name)s: %(message)s"
+        handler.setFormatter(logging.Formatter(line))
+        logging.getLogger().addHandler(handler)
+        logging.getLogger().setLevel(logging.INFO)
+
+    @endpoint
+    async def describe(self) -> tuple[ProcessId, str]:
+        """Identity of this process, and its host's name."""
+        return ProcessId.of(os.getpid()), socket.gethostname()
+
+    @endpoint
+    async def collect(self, acknowledged: int, keep_raw: bool) -> dict[str, Any]:
+        """Metrics recorded here since the last acknowledged collection (see MetricCollector)."""
+        return {"process": self.process_name, **COLLECTOR.collect(acknowledged, keep_raw)}

@@ -1,0 +1,131 @@
+"""`ProcessGroup`: one spawned Monarch mesh of processes, from start to certain end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+# Monarch reads this when its client starts: poll supervision twice a second, not every ten.
+os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "500ms")
+
+from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
+from monarch.actor import HostMesh
+
+from forge_ptq.runtime.own import child
+from forge_ptq.runtime.own.agent import ProcessAgent
+from forge_ptq.runtime.own.handle import ProcessRef
+from forge_ptq.runtime.own.types import ProcessConfig
+
+log = logging.getLogger(__name__)
+
+LOG_DIR = "FORGE_PTQ_LOG_DIR"
+STOP_TIMEOUT_S = 5.0
+"""How long a mesh may take to stop in order before its processes are killed."""
+
+
+def _free_port() -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
+        sock.bind(("localhost", 0))
+        return int(sock.getsockname()[1])
+
+
+def _log_file(mesh_name: str) -> str:
+    folder = os.environ.get(LOG_DIR, "")
+    return str(Path(folder).resolve() / f"{mesh_name}.log") if folder else ""
+
+
+class ProcessGroup:
+    """A mesh of `procs` processes per host, its agent actors, and the resources it holds."""
+
+    def __init__(self, name: str, cfg: ProcessConfig, host_mesh: HostMesh, local: bool) -> None:
+        self.name = name
+        self.cfg = cfg
+        self.host_mesh = host_mesh
+        self.local = local
+        self.gpu_ids: list[int] = []
+        self.users = 0
+        self.ref = ProcessRef(name, (), ())
+        self.hosts: tuple[str, ...] = ()
+        self.mesh: Any = None
+        self.agents: Any = None
+
+    def _environment(self, port: int) -> dict[str, str | None]:
+        env: dict[str, str | None] = {
+            "WORLD_SIZE": str(self.cfg.procs * (self.cfg.hosts or 1)),
+            "MASTER_ADDR": "localhost" if self.local else None,
+            "MASTER_PORT": str(port),
+            child.LOG_FILE: _log_file(self.name),
+            child.PARENT_PID: str(os.getpid()) if self.local else "0",
+        }
+        if self.cfg.with_gpus and self.gpu_ids:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.gpu_ids))
+        return {**env, **self.cfg.env}
+
+    async def start(self, timeout_s: float) -> None:
+        """Starts the processes; returns when all of them answer. Kills them if one does not."""
+        env = self._environment(_free_port())
+        procs = self.cfg.procs
+
+        def command(point: Any) -> BootstrapCommand:
+            rank = {"RANK": str(point.rank), "LOCAL_RANK": str(point.rank % procs)}
+            # -P: the folder of child.py must not come first on sys.path (it has a types.py).
+            args = ["-P", child.__file__]
+            return BootstrapCommand(sys.executable, None, args, {**rank, **env})
+
+        self.mesh = self.host_mesh.spawn_procs(
+            per_host={"procs": procs}, name=self.name, bootstrap_command=command
+        )
+        self.agents = self.mesh.spawn("agent", ProcessAgent, self.name)
+
+        async def describe() -> Any:
+            return await self.agents.describe.call()
+
+        try:
+            answers = await asyncio.wait_for(describe(), timeout_s)
+        except BaseException:
+            await self.stop(STOP_TIMEOUT_S)
+            raise
+        identities = [identity for _, (identity, _) in answers.items()]
+        self.hosts = tuple(host for _, (_, host) in answers.items())
+        pids = tuple(identity.pid for identity in identities)
+        self.ref = ProcessRef(self.name, pids, tuple(identities) if self.local else ())
+        log.debug("started %s: pids %s", self.name, pids)
+
+    def alive(self) -> bool:
+        """False once one of the local processes is known to be dead."""
+        return self.ref.dead_pid() is None
+
+    def agent(self, rank: int) -> Any:
+        """Agent actor of one rank."""
+        per_host = {"hosts": rank // self.cfg.procs} if "hosts" in self.agents.extent else {}
+        return self.agents.slice(procs=rank % self.cfg.procs, **per_host)
+
+    async def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
+        """Stops the processes in order; those still alive after `timeout_s` are killed."""
+        if self.mesh is None:
+            return
+
+        async def in_order() -> None:
+            await self.mesh.stop()
+
+        started = time.monotonic()
+        if self.alive():
+            try:
+                await asyncio.wait_for(in_order(), timeout_s)
+            except TimeoutError:
+                log.warning("%s did not stop within %g s; killing it", self.name, timeout_s)
+            except RuntimeError as error:
+                log.warning("%s did not stop in order (%s); killing it", self.name, error)
+            while self.ref.any_alive() and time.monotonic() - started < timeout_s:
+                await asyncio.sleep(0.02)
+        self.ref.kill()
+        while self.ref.any_alive():
+            await asyncio.sleep(0.02)
+            if time.monotonic() - started > timeout_s + 5.0:
+                raise RuntimeError(f"processes {self.ref.pids} of {self.name} survive SIGKILL")
