@@ -30,6 +30,7 @@ from .schema import (
     MetricLoggingConfig,
     PolicyConfig,
     ReplayBufferConfig,
+    RewardConfig,
     RunConfig,
     WandbConfig,
 )
@@ -74,6 +75,7 @@ __all__ = [
     "ProvisionerConfig",
     "RefModelConfig",
     "ReplayBufferConfig",
+    "RewardConfig",
     "RunConfig",
     "SamplerConfig",
     "Scheme",

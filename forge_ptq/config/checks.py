@@ -23,6 +23,11 @@ def check(config: RunConfig) -> Problems:
     _ptq(config, problems)
     if "{question}" not in config.dataset.prompt_template:
         problems.append(("dataset.prompt_template", "expected {question} somewhere in it"))
+    if config.reward.task != config.dataset.task:
+        message = f"got {config.reward.task!r}, expected dataset.task = {config.dataset.task!r}"
+        problems.append(("reward.task", message))
+    if not config.model:
+        problems.append(("model", "is empty; expected a checkpoint folder or ORG/NAME"))
     return problems
 
 

@@ -89,6 +89,23 @@ class DatasetConfig(Block):
 
 
 @dataclass(kw_only=True)
+class RewardConfig(Block):
+    """How a response is scored: the task's own check, all or nothing by default."""
+
+    task: str = "chain_sum"
+    """Name of the task in reasoning-gym; the dataset's."""
+
+    extract: Literal["answer_tag", "last_number", "tag_or_last_number"] = "answer_tag"
+    """Where the answer is: in <answer> tags, the last number, or the tags if there are any."""
+
+    format_reward: NotNegative = 0.0
+    """Added when an answer could be found, right or wrong."""
+
+    partial_credit: bool = False
+    """Keep the task's partial scores, which a policy learns to exploit."""
+
+
+@dataclass(kw_only=True)
 class PolicyConfig(Block):
     """The generator on vLLM."""
 
@@ -209,6 +226,9 @@ class RunConfig(Block):
 
     dataset: DatasetConfig
     """Prompts."""
+
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    """Rewards."""
 
     policy: PolicyConfig
     """Generator."""
