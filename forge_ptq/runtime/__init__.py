@@ -33,6 +33,7 @@ from forge_ptq.runtime.own import (
     init_provisioner,
     pids,
     record_metric,
+    run,
     shutdown,
 )
 
@@ -67,5 +68,6 @@ __all__ = [
     "init_provisioner",
     "pids",
     "record_metric",
+    "run",
     "shutdown",
 ]

@@ -3,13 +3,17 @@
 A file per concern: types (configuration, errors), child (first code of a process), death (notices
 dead processes), agent (runtime's actor in every process), process, gpus, launcher, provisioner
 (placement), handle, actor, router, replica, service, interface (calls), metrics, metric_logger,
-backends, tracer, replay_buffer, completion.
+backends, tracer, replay_buffer, completion, client (from start to clean exit).
 """
 
 from __future__ import annotations
 
+from collections.abc import Coroutine
+from typing import Any
+
 from monarch.actor import concurrent_endpoint, current_rank, current_size, endpoint
 
+from forge_ptq.runtime.own import client
 from forge_ptq.runtime.own.actor import ForgeActor
 from forge_ptq.runtime.own.completion import Completion
 from forge_ptq.runtime.own.interface import ServiceInterface, Session
@@ -50,6 +54,11 @@ async def shutdown() -> None:
             forget_provisioner()
 
 
+def run(main: Coroutine[Any, Any, Any]) -> Any:
+    """The whole life of a client: `sys.exit(run(main()))`. See client.run."""
+    return client.run(main, shutdown)
+
+
 __all__ = [
     "NAME",
     "ActorDied",
@@ -78,5 +87,6 @@ __all__ = [
     "init_provisioner",
     "pids",
     "record_metric",
+    "run",
     "shutdown",
 ]

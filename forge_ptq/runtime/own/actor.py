@@ -105,7 +105,7 @@ class ForgeActor(Actor):
     async def shutdown(cls, actor: ActorHandle) -> None:
         """Ends an actor; its processes too, unless other actors share them."""
         provisioner = get_provisioner()
-        group = next((g for g in provisioner.groups if g.ref is actor.processes), None)
+        group = next((g for g in provisioner.groups if g.ref == actor.processes), None)
         if group is None:
             return
         if group.users > 1 and group.alive():

@@ -11,6 +11,7 @@ import socket
 import sys
 from typing import Any
 
+import monarch.actor
 from monarch.actor import Actor, current_rank, endpoint
 
 from forge_ptq.runtime.own.death import ProcessId
@@ -22,6 +23,7 @@ class ProcessAgent(Actor):
 
     def __init__(self, mesh_name: str) -> None:
         self.process_name = f"{mesh_name}_r{current_rank().rank}"
+        monarch.actor.config.prefix_python_logs_with_actor = False  # our format says who it is
         handler = logging.StreamHandler(sys.stdout)
         line = f"[{self.process_name}] %(asctime)s %(levelname)s %(name)s: %(message)s"
         handler.setFormatter(logging.Formatter(line))
@@ -32,6 +34,11 @@ class ProcessAgent(Actor):
     async def describe(self) -> tuple[ProcessId, str]:
         """Identity of this process, and its host's name."""
         return ProcessId.of(os.getpid()), socket.gethostname()
+
+    @endpoint
+    async def set_environment(self, env: dict[str, str]) -> None:
+        """Adds to this process' environment what was not known before it started."""
+        os.environ.update(env)
 
     @endpoint
     async def collect(self, acknowledged: int, keep_raw: bool) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class WandbWriter(ForgeActor):
 
     def __init__(self, options: dict[str, Any]) -> None:
         super().__init__()
-        self.options = options
+        self.init_args = options
         self.run: Any = None
 
     @endpoint
@@ -63,7 +63,7 @@ class WandbWriter(ForgeActor):
         import wandb
 
         settings = wandb.Settings(silent=True, console="off")
-        self.run = wandb.init(settings=settings, **self.options)
+        self.run = wandb.init(settings=settings, **self.init_args)
 
     @endpoint
     async def log(self, step: int | None, values: dict[str, float]) -> None:

@@ -15,7 +15,6 @@ import threading
 import time
 
 LOG_FILE = "FORGE_PTQ_CHILD_LOG"
-PARENT_PID = "FORGE_PTQ_PARENT_PID"
 _PARENT_POLL_S = 0.5
 
 
@@ -37,15 +36,13 @@ def _die_with_parent(parent_pid: int) -> None:
 
 
 def prepare() -> None:
-    """Applies everything that the environment variables above ask for."""
+    """Does everything that the module's docstring lists."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.path.insert(0, os.getcwd())
     log_file = os.environ.pop(LOG_FILE, "")
     if log_file:
         _redirect_output(log_file)
-    parent_pid = int(os.environ.pop(PARENT_PID, "0"))
-    if parent_pid:
-        threading.Thread(target=_die_with_parent, args=(parent_pid,), daemon=True).start()
+    threading.Thread(target=_die_with_parent, args=(os.getppid(),), daemon=True).start()
 
 
 if __name__ == "__main__":

@@ -56,9 +56,13 @@ async def call_watched(
     loop = asyncio.get_running_loop()
     death: asyncio.Future[int] = loop.create_future()
 
+    def settle(pid: int) -> None:
+        if not death.done():
+            death.set_result(pid)
+
     def died(pid: int) -> None:
         try:
-            loop.call_soon_threadsafe(lambda: death.done() or death.set_result(pid))
+            loop.call_soon_threadsafe(settle, pid)
         except RuntimeError:  # the loop is closed: nobody waits any more
             return
 
@@ -77,7 +81,7 @@ async def call_watched(
             raise ActorDied(f"{what}: process {death.result()} of {processes.name} died")
         return answer.result()
     except ActorError as error:
-        if isinstance(error.exception, BaseException):
+        if isinstance(error.exception, Exception):
             raise error.exception from error
         raise
     except SupervisionError as error:

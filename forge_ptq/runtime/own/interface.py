@@ -1,4 +1,4 @@
-"""`ServiceInterface`: what `as_service` returns; and `Session`, which pins requests to a replica."""
+"""`ServiceInterface`: what `as_service` returns; `Session`: pins requests to a replica."""
 
 from __future__ import annotations
 

@@ -132,7 +132,8 @@ class MetricCollector:
             accumulator = self._states.setdefault(metric.key, Accumulator(reduction))
             if accumulator.reduction != reduction:
                 raise ValueError(
-                    f"metric {metric.key!r}: recorded as {accumulator.reduction}, now as {reduction}"
+                    f"metric {metric.key!r}: recorded as {accumulator.reduction} before, "
+                    f"now as {reduction}"
                 )
             accumulator.add(metric.value)
             if self._keep_raw:

@@ -7,12 +7,18 @@ import logging
 import os
 import socket
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-# Monarch reads this when its client starts: poll supervision twice a second, not every ten.
-os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "500ms")
+# Monarch reads these when its client starts. Poll supervision twice a second, not every ten; and
+# give processes time to start on a busy machine (its defaults are 30 s).
+for _key, _value in {
+    "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "500ms",
+    "HYPERACTOR_HOST_SPAWN_READY_TIMEOUT": "120s",
+    "HYPERACTOR_MESH_PROC_SPAWN_MAX_IDLE": "120s",
+    "HYPERACTOR_MESH_ACTOR_SPAWN_MAX_IDLE": "120s",
+}.items():
+    os.environ.setdefault(_key, _value)
 
 from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
 from monarch.actor import HostMesh
@@ -27,6 +33,7 @@ log = logging.getLogger(__name__)
 LOG_DIR = "FORGE_PTQ_LOG_DIR"
 STOP_TIMEOUT_S = 5.0
 """How long a mesh may take to stop in order before its processes are killed."""
+_POLL_S = 0.02
 
 
 def _free_port() -> int:
@@ -51,17 +58,15 @@ class ProcessGroup:
         self.gpu_ids: list[int] = []
         self.users = 0
         self.ref = ProcessRef(name, (), ())
-        self.hosts: tuple[str, ...] = ()
         self.mesh: Any = None
         self.agents: Any = None
 
     def _environment(self, port: int) -> dict[str, str | None]:
         env: dict[str, str | None] = {
             "WORLD_SIZE": str(self.cfg.procs * (self.cfg.hosts or 1)),
-            "MASTER_ADDR": "localhost" if self.local else None,
+            "MASTER_ADDR": "localhost",
             "MASTER_PORT": str(port),
             child.LOG_FILE: _log_file(self.name),
-            child.PARENT_PID: str(os.getpid()) if self.local else "0",
         }
         if self.cfg.with_gpus and self.gpu_ids:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.gpu_ids))
@@ -92,10 +97,15 @@ class ProcessGroup:
             await self.stop(STOP_TIMEOUT_S)
             raise
         identities = [identity for _, (identity, _) in answers.items()]
-        self.hosts = tuple(host for _, (_, host) in answers.items())
+        hosts = [host for _, (_, host) in answers.items()]
+        if not self.local:
+            await asyncio.wait_for(self._set_master(hosts[0]), timeout_s)
         pids = tuple(identity.pid for identity in identities)
         self.ref = ProcessRef(self.name, pids, tuple(identities) if self.local else ())
         log.debug("started %s: pids %s", self.name, pids)
+
+    async def _set_master(self, host: str) -> None:
+        await self.agents.set_environment.call({"MASTER_ADDR": host})
 
     def alive(self) -> bool:
         """False once one of the local processes is known to be dead."""
@@ -114,7 +124,6 @@ class ProcessGroup:
         async def in_order() -> None:
             await self.mesh.stop()
 
-        started = time.monotonic()
         if self.alive():
             try:
                 await asyncio.wait_for(in_order(), timeout_s)
@@ -122,10 +131,15 @@ class ProcessGroup:
                 log.warning("%s did not stop within %g s; killing it", self.name, timeout_s)
             except RuntimeError as error:
                 log.warning("%s did not stop in order (%s); killing it", self.name, error)
-            while self.ref.any_alive() and time.monotonic() - started < timeout_s:
-                await asyncio.sleep(0.02)
+            if await self._gone(timeout_s):
+                return
         self.ref.kill()
-        while self.ref.any_alive():
-            await asyncio.sleep(0.02)
-            if time.monotonic() - started > timeout_s + 5.0:
-                raise RuntimeError(f"processes {self.ref.pids} of {self.name} survive SIGKILL")
+        if not await self._gone(STOP_TIMEOUT_S):
+            raise RuntimeError(f"processes {self.ref.pids} of {self.name} survive SIGKILL")
+
+    async def _gone(self, timeout_s: float) -> bool:
+        for _ in range(1 + round(timeout_s / _POLL_S)):
+            if not self.ref.any_alive():
+                return True
+            await asyncio.sleep(_POLL_S)
+        return False

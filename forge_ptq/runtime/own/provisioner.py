@@ -34,8 +34,7 @@ def _log_fault(failure: Any) -> None:
 
     The runtime learns of deaths from the calls and from its own watch, so a line is enough.
     """
-    first_line = str(failure).strip().splitlines()[0]
-    log.debug("monarch reports a failed mesh: %s", first_line)
+    log.debug("monarch reports a failed mesh: %s", str(failure).strip().partition("\n")[0])
 
 
 class Provisioner:
@@ -50,6 +49,7 @@ class Provisioner:
         self._shared: dict[str, ProcessGroup] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         monarch.actor.unhandled_fault_hook = _log_fault
+        monarch.actor.config.prefix_python_logs_with_actor = False  # in the client: ours only
         atexit.register(self.kill_all)
 
     async def acquire(self, cfg: ProcessConfig) -> ProcessGroup:

@@ -1,0 +1,60 @@
+"""`run`: the client's main coroutine from start to a clean exit."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Coroutine
+from typing import Any
+
+from monarch.actor import shutdown_context
+
+from forge_ptq.runtime.own.provisioner import current_provisioner
+
+log = logging.getLogger(__name__)
+
+INTERRUPTED = 130
+HOST_TIMEOUT_S = 10.0
+
+
+async def _guarded(main: Coroutine[Any, Any, Any], shutdown: Any) -> Any:
+    loop = asyncio.get_running_loop()
+    task = asyncio.ensure_future(main)
+    interrupts = 0
+
+    def interrupt() -> None:
+        nonlocal interrupts
+        interrupts += 1
+        provisioner = current_provisioner()
+        if interrupts > 1 and provisioner is not None:
+            provisioner.kill_all()
+        task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, interrupt)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if interrupts == 0:
+            raise
+        print("interrupted: all processes are being stopped", file=sys.stderr)
+        return INTERRUPTED
+    finally:
+        await shutdown()
+        await asyncio.wait_for(_leave_monarch(), 2 * HOST_TIMEOUT_S)
+
+
+async def _leave_monarch() -> None:
+    await shutdown_context(host_timeout=HOST_TIMEOUT_S)
+
+
+def run(main: Coroutine[Any, Any, Any], shutdown: Any) -> Any:
+    """Runs `main`, then ends all processes, whether it returned, raised, or was interrupted.
+
+    Ctrl-C and SIGTERM cancel `main`, which may clean up in `finally`; the result is then 130 and no
+    traceback is printed. A second Ctrl-C kills the processes at once. Monarch cannot be used again
+    in this process afterwards.
+    """
+    return asyncio.run(_guarded(main, shutdown))
