@@ -219,7 +219,9 @@ class DatasetActor(ForgeActor):
             return (self.system_prompt or "") + prompt
         chat = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
         chat.append({"role": "user", "content": prompt})
-        return self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        return str(
+            self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        )
 
     @endpoint
     async def sample(self) -> dict[str, Any]:

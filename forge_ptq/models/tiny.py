@@ -4,9 +4,9 @@
 queries (3 per key/value head), tied embeddings: small, but every code path of a real Qwen3.
 
 **Tokenizer.** A Unigram model over the printable ASCII characters plus the pieces of the task's
-language (`" + "`, `"problem: "`, `"<answer>"`). Every digit is one token; pieces carry their spaces,
-so a digit never needs a second, spaced form. Decoding joins the pieces: ASCII text always comes back
-exactly. A character outside the vocabulary becomes `<unk>`.
+language (`" + "`, `"problem: "`, `"<answer>"`). Every digit is one token; pieces carry their
+spaces, so a digit never needs a second, spaced form. Decoding joins the pieces: ASCII text always
+comes back exactly. A character outside the vocabulary becomes `<unk>`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 PIECES = (
     " + ", " - ", " * ", " / ", " = ", " =", ": ", ". ", ", ", "? ",
     "<answer>", "</answer>", "\n<answer>",
-    "State ", "the ", "final ", "answer ", "to ", "following ", "arithmetic ", "problem", "problem: ",
+    "State ", "the ", "final ", "answer ", "to ", "following ", "arithmetic ",
+    "problem", "problem: ",
     "Calculate ", "Solve ", "What ", "is ", "of ", "and ", "number ", "numbers ",
 )  # fmt: skip
 VOCAB_SIZE = 192
@@ -37,7 +38,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    chars = [c for c in string.printable[:95]] + ["\n"]
+    chars = [*string.printable[:95], "\n"]
     vocab = [(token, 0.0) for token in SPECIAL]
     vocab += [(char, -10.0) for char in chars]
     # Fewest tokens wins: a piece costs less than any two characters.

@@ -1,0 +1,1 @@
+"""The policy in full precision on torchtitan: trainer and reference model."""

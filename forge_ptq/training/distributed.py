@@ -1,0 +1,64 @@
+"""The process group of a trainer's or reference model's ranks."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT_S = 300.0
+"""Longest wait for another rank in any collective."""
+
+
+def init_process_group(rank: int, world_size: int) -> None:
+    """Joins `world_size` ranks; does nothing where that has happened in this process.
+
+    One rank needs no address. Several meet at MASTER_ADDR:MASTER_PORT, which the runtime sets when
+    it spawns a mesh. Raises RuntimeError where the process already belongs to a group of another
+    size, as two actors of different sizes in one process would.
+    """
+    if dist.is_initialized():
+        if dist.get_world_size() != world_size:
+            raise RuntimeError(
+                f"this process belongs to a group of {dist.get_world_size()} ranks, an actor with "
+                f"{world_size} cannot share it: give them different `colocate` groups"
+            )
+        return
+    gpu = torch.cuda.is_available()
+    backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
+    if gpu:
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    store = dist.HashStore() if world_size == 1 else None
+    if store is None and "MASTER_ADDR" not in os.environ:
+        raise RuntimeError(f"{world_size} ranks need MASTER_ADDR and MASTER_PORT to meet at")
+    dist.init_process_group(
+        backend,
+        init_method=None if store else "env://",
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=TIMEOUT_S),
+    )
+
+
+def sum_over_ranks(values: dict[str, float]) -> dict[str, float]:
+    """Adds each value over all ranks; every rank passes the same keys and gets the sums."""
+    return _reduce(values, dist.ReduceOp.SUM)
+
+
+def max_over_ranks(values: dict[str, float]) -> dict[str, float]:
+    """The largest of each value over all ranks."""
+    return _reduce(values, dist.ReduceOp.MAX)
+
+
+def _reduce(values: dict[str, float], op: dist.ReduceOp.RedOpType) -> dict[str, float]:
+    if not values or not dist.is_initialized() or dist.get_world_size() == 1:
+        return dict(values)
+    keys = sorted(values)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    packed = torch.tensor([values[k] for k in keys], dtype=torch.float64, device=device)
+    dist.all_reduce(packed, op=op)
+    return dict(zip(keys, packed.tolist(), strict=True))
