@@ -141,6 +141,7 @@ def save_config(config: Block, path: str | Path) -> Path:
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(to_yaml(config))
+        os.chmod(temporary, 0o644)
         os.replace(temporary, target)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)

@@ -30,10 +30,19 @@ class ProcessOptions(Block):
     colocate: str | None = None
     """Actors that name the same group share one process; null gives an own one."""
 
+    request_timeout_s: Positive = 3600.0
+    """Deadline of one call, in seconds."""
+
+    spawn_timeout_s: Positive = 600.0
+    """Deadline for start and set-up of the processes, in seconds."""
+
 
 @dataclass(kw_only=True)
 class ServiceOptions(ProcessOptions):
     """Processes of one service: the same, times replicas."""
+
+    request_timeout_s: Positive = 600.0
+    """Deadline of one request, retries on other replicas included, in seconds."""
 
     num_replicas: PositiveInt = 1
     """Replicas, each of `procs` processes."""
@@ -43,6 +52,18 @@ class ServiceOptions(ProcessOptions):
 
     replica_max_concurrent_requests: PositiveInt = 10
     """Requests in flight per replica; more wait in its queue."""
+
+    max_queued_requests: PositiveInt = 1024
+    """Requests of the whole service that may wait; more are refused."""
+
+    max_attempts: PositiveInt = 3
+    """Replicas that may die under one request before its caller is told."""
+
+    routing: Literal["round_robin", "least_loaded"] = "round_robin"
+    """Which replica takes the next request, outside of sessions."""
+
+    restart_on_timeout: bool = False
+    """Kill and respawn a replica whose request passed its deadline."""
 
     return_first_rank_result: bool = True
     """Calls return rank 0's result instead of one per rank."""

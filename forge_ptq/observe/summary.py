@@ -1,0 +1,63 @@
+"""summary.json: written whole or not at all, strict JSON (NaN and infinities become null)."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+
+def is_number(value: Any) -> bool:
+    """A finite int or float; bool is not a number."""
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and math.isfinite(float(value))
+    )
+
+
+def mean(values: Iterable[Any]) -> float | None:
+    """Mean of the finite numbers among `values`; None when there is none."""
+    numbers = [float(v) for v in values if is_number(v)]
+    return sum(numbers) / len(numbers) if numbers else None
+
+
+def plain(value: Any) -> Any:
+    """`value` as JSON can hold it: non-finite numbers become null, unknown objects text."""
+    if value is None or isinstance(value, str | bool):
+        return value
+    if isinstance(value, int | float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(v) for v in value]
+    if hasattr(value, "item") and getattr(value, "size", None) in (1, ()):
+        return plain(value.item())
+    return str(value)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replaces `path` at once; a reader sees the old file or the whole new one."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(plain(value), file, indent=2, allow_nan=False)
+            file.write("\n")
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in `path`, or None when there is no such file."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
