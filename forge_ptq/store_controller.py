@@ -1,0 +1,89 @@
+"""TorchStore's controller, fit for this Monarch, and a strategy for several storage volumes.
+
+torchstore 0.1.2 mixes sync and async endpoints in one actor, which Monarch 0.2 and later refuse:
+every sync endpoint gets an async twin here. The classes are found by name in every process, so
+this module must be importable in workers and must not depend on how the client was started.
+
+``purge`` is new: TorchStore can neither read nor delete a DTensor key of which a rank is missing,
+and takes three calls for every key that it does delete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torchstore.api
+import torchstore.controller
+from monarch.actor import current_rank, endpoint
+from torchstore.strategy import TorchStoreStrategy
+
+
+def _async_twin(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    async def twin(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return method(self, *args, **kwargs)
+
+    return twin
+
+
+def _async_endpoints(cls: type) -> dict[str, Any]:
+    """Name -> async endpoint, for every sync endpoint of an actor class."""
+    found: dict[str, Any] = {}
+    for name in dir(cls):
+        method = getattr(inspect.getattr_static(cls, name), "_method", None)
+        if method is not None and not inspect.iscoroutinefunction(method):
+            found[name] = endpoint(_async_twin(method))
+    return found
+
+
+_Base: Any = type(
+    "AsyncController",
+    (torchstore.controller.Controller,),
+    {**_async_endpoints(torchstore.controller.Controller), "__module__": __name__},
+)
+
+
+class StoreController(_Base):
+    """torchstore's Controller with async endpoints, plus ``purge``."""
+
+    @endpoint
+    async def purge(self, keys: list[str]) -> int:
+        """Forget keys, partly committed DTensors included; returns how many were known.
+
+        The index goes first, so that nobody finds a key whose data are being deleted.
+        """
+        located: list[tuple[str, str]] = []
+        known = 0
+        for key in keys:
+            if key in self.keys_to_storage_volumes:
+                known += 1
+                located += [(key, volume) for volume in self.keys_to_storage_volumes[key]]
+                del self.keys_to_storage_volumes[key]
+
+        async def delete(key: str, volume: str) -> None:
+            await self.strategy.get_storage_volume(volume).delete.call_one(key)
+
+        await asyncio.gather(*(delete(key, volume) for key, volume in located))
+        return known
+
+
+class SpreadStrategy(TorchStoreStrategy):
+    """One volume for each group of writers: a process writes to the volume of its pid."""
+
+    @classmethod
+    def get_volume_id(cls) -> str:
+        """Called in each volume: its rank."""
+        return str(current_rank().rank)
+
+    def select_storage_volume(self) -> tuple[Any, str]:
+        """The volume that this process writes to."""
+        volume_id = str(os.getpid() % len(self.volume_id_to_coord))
+        return self.get_storage_volume(volume_id), volume_id
+
+
+torchstore.api.Controller = StoreController

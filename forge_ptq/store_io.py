@@ -1,0 +1,121 @@
+"""Single operations on TorchStore, each with a deadline and with errors that name the key.
+
+Every call may take BASE_TIMEOUT_S (environment variable FORGE_PTQ_STORE_TIMEOUT_S) plus what its
+bytes take at SLOWEST_BYTES_PER_S. Whatever goes wrong, a silent store included, is a StoreError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from forge_ptq.store_tensors import compact, keeps_shards
+
+T = TypeVar("T")
+
+BASE_TIMEOUT_S = float(os.environ.get("FORGE_PTQ_STORE_TIMEOUT_S", "30"))
+SLOWEST_BYTES_PER_S = 20e6
+CONCURRENCY = 8
+"""Keys in flight at once within one ``gather``."""
+
+
+class StoreError(RuntimeError):
+    """A store operation that failed, timed out or found nothing; names the key."""
+
+
+def ts() -> Any:
+    """torchstore with our controller in place (imported on first use: it is heavy)."""
+    import torchstore
+
+    import forge_ptq.store_controller  # noqa: F401  (installs itself)
+
+    return torchstore
+
+
+async def within(what: str, operation: Awaitable[T], nbytes: int = 0) -> T:
+    """Await with a deadline; any failure becomes a StoreError that says what failed."""
+    limit = BASE_TIMEOUT_S + nbytes / SLOWEST_BYTES_PER_S
+    try:
+        async with asyncio.timeout(limit):
+            return await operation
+    except StoreError:
+        raise
+    except TimeoutError as error:
+        raise StoreError(f"{what}: no answer from the store within {limit:.0f} s") from error
+    except Exception as error:
+        text = str(error)
+        if "torchstore.initialize" in text:
+            text = "the store is not initialized; await store.initialize() in the client first"
+        lines = [line for line in text.strip().splitlines() if line.strip()] or [repr(error)]
+        raise StoreError(f"{what}: {lines[-1].strip()}") from error
+
+
+async def put(key: str, value: Any, nbytes: int = 0) -> None:
+    await within(f"put {key}", ts().put(key, value), nbytes)
+
+
+async def get(key: str, nbytes: int = 0) -> Any:
+    return await within(f"get {key}", ts().get(key), nbytes)
+
+
+async def exists(key: str) -> bool:
+    return await within(f"look up {key}", ts().exists(key))
+
+
+async def keys(prefix: str | None = None) -> list[str]:
+    return await within(f"list keys of {prefix or 'the store'}", ts().keys(prefix))
+
+
+async def purge(keys: Sequence[str]) -> int:
+    if not keys:
+        return 0
+    client = await within(f"delete {keys[0]}", ts().client())
+    return await within(f"delete {keys[0]}", client._controller.purge.call_one(list(keys)))
+
+
+async def gather(operations: Iterable[Awaitable[T]]) -> list[T]:
+    """Run with at most CONCURRENCY in flight; the first failure cancels the rest and is raised."""
+    slots = asyncio.Semaphore(CONCURRENCY)
+
+    async def one(operation: Awaitable[T]) -> T:
+        async with slots:
+            return await operation
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(operation)) for operation in operations]
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from failures
+    return [task.result() for task in tasks]
+
+
+async def put_tensor(key: str, tensor: torch.Tensor, rank: int) -> None:
+    """Put a plain tensor, this rank's shard of a DTensor, or (rank 0) a DTensor gathered."""
+    from torch.distributed.tensor import DTensor
+
+    nbytes = tensor.numel() * tensor.element_size()
+    if not isinstance(tensor, DTensor):
+        await put(key, compact(tensor), nbytes)
+    elif keeps_shards(tensor):
+        await within(f"put {key}", _put_shard(key, tensor), nbytes)
+    else:
+        with torch.no_grad():
+            full = tensor.full_tensor()
+        if rank == 0:
+            await put(key, compact(full), nbytes)
+
+
+async def _put_shard(key: str, tensor: Any) -> None:
+    """What torchstore's client does to put a DTensor, with the shard brought to the CPU first."""
+    from torchstore.transport.pipe import Pipe, Request
+
+    client = await ts().client()
+    volume, volume_id = client.strategy.select_storage_volume()
+    request = Request.from_dtensor(tensor)
+    request.tensor_val = compact(tensor.to_local())
+    await Pipe(volume).put_to_storage_volume(key, request)
+    await client._controller.notify_put.call(key, request.meta_only(), volume_id)
