@@ -54,9 +54,16 @@ async def shutdown() -> None:
             forget_provisioner()
 
 
+def kill_all() -> None:
+    """SIGKILL to every local process that this client started."""
+    provisioner = current_provisioner()
+    if provisioner is not None:
+        provisioner.kill_all()
+
+
 def run(main: Coroutine[Any, Any, Any]) -> Any:
     """The whole life of a client: `sys.exit(run(main()))`. See client.run."""
-    return client.run(main, shutdown)
+    return client.run(main, shutdown, kill_all)
 
 
 __all__ = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import math
 from typing import Any, TypeVar
 
@@ -37,10 +38,15 @@ class ForgeActor(Actor):
     _options: dict[str, Any] = {}  # noqa: RUF012  (replaced, never changed, by options())
     _spawn_class: type[ForgeActor] | None = None
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._rank = current_rank().rank
-        self._size = math.prod(current_size().values())
+    @functools.cached_property
+    def _rank(self) -> int:
+        """Rank of this process within the actor; for use inside endpoints."""
+        return current_rank().rank
+
+    @functools.cached_property
+    def _size(self) -> int:
+        """Number of processes of the actor."""
+        return math.prod(current_size().values())
 
     @endpoint
     async def setup(self) -> None:

@@ -6,6 +6,7 @@ It tells the process' identity and hands over the metrics that were recorded the
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import sys
@@ -16,6 +17,24 @@ from monarch.actor import Actor, current_rank, endpoint
 
 from forge_ptq.runtime.own.death import ProcessId
 from forge_ptq.runtime.own.metrics import COLLECTOR
+
+
+class RankEnvironment(Actor):
+    """Sets torch.distributed's variables in the processes of a mesh (see shims.py)."""
+
+    @endpoint
+    async def apply(self, master_addr: str | None, master_port: int | None) -> None:
+        """RANK, LOCAL_RANK and WORLD_SIZE of this process; master address and port if given."""
+        point = current_rank()
+        per_host = point.extent[point.extent.labels[-1]]
+        variables = {
+            "RANK": point.rank,
+            "LOCAL_RANK": point.rank % per_host,
+            "WORLD_SIZE": math.prod(point.extent.sizes),
+            "MASTER_ADDR": master_addr,
+            "MASTER_PORT": master_port,
+        }
+        os.environ.update({k: str(v) for k, v in variables.items() if v is not None})
 
 
 class ProcessAgent(Actor):

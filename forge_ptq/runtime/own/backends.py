@@ -53,7 +53,6 @@ class WandbWriter(ForgeActor):
     """Holds the wandb run, in a process of the group `light`."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        super().__init__()
         self.init_args = options
         self.run: Any = None
 

@@ -15,6 +15,8 @@ import threading
 import time
 
 LOG_FILE = "FORGE_PTQ_CHILD_LOG"
+PRELOAD = "FORGE_PTQ_CHILD_PRELOAD"
+"""Path of a Python file to run first, as module __preload__ (see shims.py)."""
 _PARENT_POLL_S = 0.5
 
 
@@ -46,7 +48,10 @@ def prepare() -> None:
 
 
 if __name__ == "__main__":
-    prepare()
     import runpy
 
+    prepare()
+    preload = os.environ.pop(PRELOAD, "")
+    if preload:
+        runpy.run_path(preload, run_name="__preload__")
     runpy.run_module("monarch._src.actor.bootstrap_main", run_name="__main__", alter_sys=True)

@@ -11,15 +11,13 @@ from typing import Any
 
 from monarch.actor import shutdown_context
 
-from forge_ptq.runtime.own.provisioner import current_provisioner
-
 log = logging.getLogger(__name__)
 
 INTERRUPTED = 130
 HOST_TIMEOUT_S = 10.0
 
 
-async def _guarded(main: Coroutine[Any, Any, Any], shutdown: Any) -> Any:
+async def _guarded(main: Coroutine[Any, Any, Any], shutdown: Any, kill_all: Any) -> Any:
     loop = asyncio.get_running_loop()
     task = asyncio.ensure_future(main)
     interrupts = 0
@@ -27,9 +25,8 @@ async def _guarded(main: Coroutine[Any, Any, Any], shutdown: Any) -> Any:
     def interrupt() -> None:
         nonlocal interrupts
         interrupts += 1
-        provisioner = current_provisioner()
-        if interrupts > 1 and provisioner is not None:
-            provisioner.kill_all()
+        if interrupts > 1:
+            kill_all()
         task.cancel()
 
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -50,11 +47,11 @@ async def _leave_monarch() -> None:
     await shutdown_context(host_timeout=HOST_TIMEOUT_S)
 
 
-def run(main: Coroutine[Any, Any, Any], shutdown: Any) -> Any:
+def run(main: Coroutine[Any, Any, Any], shutdown: Any, kill_all: Any) -> Any:
     """Runs `main`, then ends all processes, whether it returned, raised, or was interrupted.
 
     Ctrl-C and SIGTERM cancel `main`, which may clean up in `finally`; the result is then 130 and no
     traceback is printed. A second Ctrl-C kills the processes at once. Monarch cannot be used again
     in this process afterwards.
     """
-    return asyncio.run(_guarded(main, shutdown))
+    return asyncio.run(_guarded(main, shutdown, kill_all))

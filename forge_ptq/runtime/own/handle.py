@@ -8,6 +8,7 @@ exception that the endpoint raised reaches the caller as it is: same type, with 
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import signal
 from dataclasses import dataclass
@@ -47,11 +48,17 @@ class ProcessRef:
 
 
 async def call_watched(
-    future: Any, *, processes: ProcessRef, what: str, timeout_s: float | None
+    future: Any,
+    *,
+    processes: ProcessRef,
+    what: str,
+    timeout_s: float | None,
+    unwrap_errors: bool = True,
 ) -> Any:
     """Awaits Monarch's `future` with a deadline and a watch on the processes that must answer.
 
-    Raises ActorDied, RequestTimeout, or whatever the endpoint itself raised.
+    Raises ActorDied, RequestTimeout, or whatever the endpoint itself raised (inside Monarch's
+    ActorError if `unwrap_errors` is false).
     """
     loop = asyncio.get_running_loop()
     death: asyncio.Future[int] = loop.create_future()
@@ -81,7 +88,7 @@ async def call_watched(
             raise ActorDied(f"{what}: process {death.result()} of {processes.name} died")
         return answer.result()
     except ActorError as error:
-        if isinstance(error.exception, Exception):
+        if unwrap_errors and isinstance(error.exception, Exception):
             raise error.exception from error
         raise
     except SupervisionError as error:
@@ -108,6 +115,7 @@ class ActorEndpoint:
             processes=handle.processes,
             what=f"{handle.actor_name}.{self._name}",
             timeout_s=handle.request_timeout_s,
+            unwrap_errors=handle.unwrap_errors,
         )
 
     async def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -131,12 +139,18 @@ class ActorHandle:
     """A spawned actor. Attributes are its endpoints, else those of Monarch's actor mesh."""
 
     def __init__(
-        self, mesh: Any, actor_name: str, processes: ProcessRef, request_timeout_s: float | None
+        self,
+        mesh: Any,
+        actor_name: str,
+        processes: ProcessRef,
+        request_timeout_s: float | None,
+        unwrap_errors: bool = True,
     ) -> None:
         self.mesh = mesh
         self.actor_name = actor_name
         self.processes = processes
         self.request_timeout_s = request_timeout_s
+        self.unwrap_errors = unwrap_errors
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "mesh":
@@ -149,9 +163,9 @@ class ActorHandle:
 
     def slice(self, **kwargs: Any) -> ActorHandle:
         """Handle of some of the ranks."""
-        return ActorHandle(
-            self.mesh.slice(**kwargs), self.actor_name, self.processes, self.request_timeout_s
-        )
+        part = copy.copy(self)
+        part.mesh = self.mesh.slice(**kwargs)
+        return part
 
     def __getstate__(self) -> dict[str, Any]:
         return dict(self.__dict__)

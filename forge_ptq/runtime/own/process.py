@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import socket
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,31 @@ def _log_file(mesh_name: str) -> str:
     return str(Path(folder).resolve() / f"{mesh_name}.log") if folder else ""
 
 
+def bootstrap_command(
+    name: str, procs: int, env: Mapping[str, str]
+) -> Callable[[Any], BootstrapCommand]:
+    """For Monarch's spawn_procs: starts child.py with `env`, log file, and torch's rank variables.
+
+    `procs` is the number of processes per host.
+    """
+    port = str(_free_port())
+
+    def command(point: Any) -> BootstrapCommand:
+        variables = {
+            "RANK": str(point.rank),
+            "LOCAL_RANK": str(point.rank % procs),
+            "WORLD_SIZE": str(math.prod(point.extent.sizes)),
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": port,
+            child.LOG_FILE: _log_file(name),
+            **env,
+        }
+        # -P: the folder of child.py must not come first on sys.path (it has a types.py).
+        return BootstrapCommand(sys.executable, None, ["-P", child.__file__], variables)
+
+    return command
+
+
 class ProcessGroup:
     """A mesh of `procs` processes per host, its agent actors, and the resources it holds."""
 
@@ -61,30 +88,15 @@ class ProcessGroup:
         self.mesh: Any = None
         self.agents: Any = None
 
-    def _environment(self, port: int) -> dict[str, str | None]:
-        env: dict[str, str | None] = {
-            "WORLD_SIZE": str(self.cfg.procs * (self.cfg.hosts or 1)),
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": str(port),
-            child.LOG_FILE: _log_file(self.name),
-        }
-        if self.cfg.with_gpus and self.gpu_ids:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.gpu_ids))
-        return {**env, **self.cfg.env}
-
     async def start(self, timeout_s: float) -> None:
         """Starts the processes; returns when all of them answer. Kills them if one does not."""
-        env = self._environment(_free_port())
-        procs = self.cfg.procs
-
-        def command(point: Any) -> BootstrapCommand:
-            rank = {"RANK": str(point.rank), "LOCAL_RANK": str(point.rank % procs)}
-            # -P: the folder of child.py must not come first on sys.path (it has a types.py).
-            args = ["-P", child.__file__]
-            return BootstrapCommand(sys.executable, None, args, {**rank, **env})
-
+        env = dict(self.cfg.env)
+        if self.cfg.with_gpus and self.gpu_ids:
+            env = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.gpu_ids)), **env}
         self.mesh = self.host_mesh.spawn_procs(
-            per_host={"procs": procs}, name=self.name, bootstrap_command=command
+            per_host={"procs": self.cfg.procs},
+            name=self.name,
+            bootstrap_command=bootstrap_command(self.name, self.cfg.procs, env),
         )
         self.agents = self.mesh.spawn("agent", ProcessAgent, self.name)
 

@@ -53,7 +53,6 @@ class ReplayBuffer(ForgeActor):
         seed: int | None = None,
         collate: Callable[[Any], Any] = same,
     ) -> None:
-        super().__init__()
         _check("batch_size", batch_size, 1)
         _check("dp_size", dp_size, 1)
         for key, value in (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 from collections import deque
 from enum import Enum
@@ -162,12 +163,8 @@ class Replica:
         what = f"{self.name}.{endpoint} on replica {self.idx}"
         if self.actor is None:
             raise ReplicaLost(f"{what}: the replica is respawning", False)
-        actor = ActorHandle(
-            self.actor.mesh,
-            self.actor.actor_name,
-            self.actor.processes,
-            max(deadline - time.monotonic(), 0.0),
-        )
+        actor = copy.copy(self.actor)
+        actor.request_timeout_s = max(deadline - time.monotonic(), 0.0)
         try:
             result = await getattr(actor, endpoint).call(*args, **kwargs)
         except ActorDied as error:
