@@ -9,7 +9,6 @@ inputs, targets = collate(batches)                   # one list entry per data-p
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +17,8 @@ import torch.nn.functional as F
 
 from forge_ptq.runtime import Completion, ForgeActor, Reduce, endpoint, record_metric
 
+from .questions import QuestionSet
 from .rewards import Scorer
-
-SEED_STRIDE = 1_000_003
-"""reasoning-gym draws question i of seed s from s + i: without a stride the question sets of
-neighbouring seeds would be the same but for one question."""
 
 
 @dataclass
@@ -145,48 +141,6 @@ def collate(batches: list[Group]) -> tuple[list[dict[str, Any]], list[dict[str, 
             }
         )
     return inputs, targets
-
-
-class QuestionSet:
-    """A reasoning-gym task as an endless, reproducible sequence.
-
-    Epoch 0 goes through the questions in order, later epochs in an order drawn from seed and epoch.
-    `position` counts questions handed out; setting it resumes there.
-    """
-
-    def __init__(self, task: str, task_args: dict[str, Any], size: int, seed: int) -> None:
-        import reasoning_gym
-
-        try:
-            self._items = reasoning_gym.create_dataset(
-                task, size=size, seed=seed * SEED_STRIDE, **task_args
-            )
-        except (ValueError, TypeError, AssertionError) as error:
-            raise ValueError(
-                f"dataset.task: {task!r} with task_args {task_args}: {error}"
-            ) from error
-        self.task, self.size, self.seed = task, size, seed
-        self.position = 0
-        self._order: tuple[int, list[int]] | None = None
-
-    @property
-    def epoch(self) -> int:
-        """Whole passes over the questions so far."""
-        return self.position // self.size
-
-    def __next__(self) -> dict[str, Any]:
-        """{"question", "answer", "metadata"} as reasoning-gym makes them."""
-        if self._order is None or self._order[0] != self.epoch:
-            order = list(range(self.size))
-            if self.epoch:
-                random.Random(f"{self.seed}/{self.epoch}").shuffle(order)
-            self._order = (self.epoch, order)
-        index = self._order[1][self.position % self.size]
-        self.position += 1
-        return self._items[index]
-
-    def __iter__(self) -> QuestionSet:
-        return self
 
 
 @dataclass

@@ -19,6 +19,7 @@ one, and no state-dict hook has to gather and split shards.
 from __future__ import annotations
 
 import sys
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -188,7 +189,9 @@ def build(
             model, dims = config.build().to(DTYPES[dtype]), None
     model.to_empty(device=device_type())
     torch.manual_seed(seed)
-    with torch.no_grad():
+    with torch.no_grad(), warnings.catch_warnings():
+        # One rank draws the same numbers as a plain tensor would.
+        warnings.filterwarnings("ignore", message="DTensor random operators may not")
         init_states: Any = model.init_states
         init_states(buffer_device=None)
     built = BuiltModel(model, hf, spec.state_dict_adapter(config, None), dims, seq_len)

@@ -1,0 +1,1 @@
+"""Supervised warm-up of a small policy."""
