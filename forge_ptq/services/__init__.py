@@ -1,0 +1,1 @@
+"""Forge services of quantization: sampler, quantizer, guard, and PTQ, the facade for apps."""

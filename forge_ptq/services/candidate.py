@@ -1,0 +1,218 @@
+"""A candidate on its way to serving, and the Publisher that moves it through the phases."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from forge_ptq import store
+from forge_ptq.artifact import ArtifactRef, Manifest
+from forge_ptq.numerics.divergence import Divergence, compare
+from forge_ptq.services.guard import Evidence, StagedSlot
+from forge_ptq.services.replicas import (
+    PublishError,
+    call_all,
+    call_one,
+    live_artifact,
+    staged_slot,
+    survivors,
+)
+from forge_ptq.services.sampler import Rollout
+from forge_ptq.services.verdict import Verdict
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Candidate:
+    """One attempt to serve a version. scheme: None for the plan, else one scheme for all layers."""
+
+    version: int
+    scheme: str | None = None
+    fault: str | None = None
+    phase: str = "quantize"
+    """Phase it is in, or ended in."""
+    ref: ArtifactRef | None = None
+    manifest: Manifest | None = None
+    staged: list[StagedSlot] = field(default_factory=list)
+    divergence: Divergence | None = None
+    numbers: dict[str, Any] = field(default_factory=dict)
+    """Verdict fields measured on the way."""
+
+    def evidence(self) -> Evidence:
+        """What the guard decides on."""
+        assert self.manifest is not None
+        return Evidence(
+            self.manifest.artifact_id, self.manifest.layers, self.staged, self.divergence
+        )
+
+    def report(self, verdict: Verdict) -> None:
+        """Copy what was measured into the verdict; times add up over attempts.
+
+        Scores of a bf16 candidate do not replace those of the refused one before it.
+        """
+        for name, value in self.numbers.items():
+            if name in ("quantize_s", "stage_s", "probe_s"):
+                value += getattr(verdict, name)
+            if name in ("pause_s", "flip_s"):
+                value = max(value, getattr(verdict, name))
+            setattr(verdict, name, value)
+        if self.ref is not None:
+            verdict.artifact_id = self.ref.artifact_id
+        if self.divergence is None or verdict.perplexity_rise is not None:
+            return
+        measured = self.divergence
+        verdict.perplexity_rise, verdict.ci = measured.perplexity_rise, measured.ci
+        verdict.kl, verdict.nll_rise = measured.kl, measured.nll_rise
+        verdict.nll_perplexity_rise = measured.nll_perplexity_rise
+        verdict.worst_sequence_rise = measured.worst_sequence_rise
+        verdict.probe_tokens, verdict.probe_sequences = measured.tokens, measured.sequences
+
+
+class Publisher:
+    """Talks to the Quantizer, the store and the generator; keeps no opinion of its own."""
+
+    def __init__(self, cfg: Any, policy: Any, quantizer: Any) -> None:
+        self.cfg = cfg
+        self.policy = policy
+        self.quantizer = quantizer
+        self.stored: list[ArtifactRef] = []
+        """Artifacts in the store that this publisher made."""
+        self._since_calibration: int | None = None
+        self._reference: tuple[int, list[Rollout], list[Any]] | None = None
+
+    async def quantize(self, candidate: Candidate, calibration: Sequence[Rollout]) -> None:
+        """Load the version, calibrate if due, quantize: sets candidate.ref and manifest."""
+        candidate.phase = "quantize"
+        started, limit = time.perf_counter(), self.cfg.deadlines.quantize_s
+        version = candidate.version
+        status = await call_one(self.quantizer, "load", version, deadline_s=limit)
+        static = candidate.scheme is None and "int8_static" in status.layers.values()
+        if static and self._calibration_due(status.needs_calibration, bool(calibration)):
+            if not calibration:
+                raise PublishError("the plan has int8_static layers and no rollouts to calibrate")
+            await call_one(
+                self.quantizer, "calibrate", version, list(calibration), deadline_s=limit
+            )
+            self._since_calibration = 0
+            candidate.numbers["calibrated"] = True
+        args = (version, candidate.scheme, candidate.fault)
+        candidate.ref = await call_one(self.quantizer, "quantize", *args, deadline_s=limit)
+        self.stored.append(candidate.ref)
+        candidate.manifest = await store.get_manifest(candidate.ref)
+        if static and self._since_calibration is not None:
+            self._since_calibration += 1
+        counts = Counter(candidate.manifest.layers.values())
+        candidate.numbers |= {
+            "quantize_s": time.perf_counter() - started,
+            "bytes": candidate.manifest.nbytes,
+            "scheme": " ".join(f"{name}:{count}" for name, count in sorted(counts.items())),
+        }
+
+    def _calibration_due(self, needed: bool, possible: bool) -> bool:
+        if needed or self._since_calibration is None:
+            return True
+        return possible and self._since_calibration >= self.cfg.calibrate_every
+
+    async def stage(self, candidate: Candidate) -> None:
+        """Every replica fills its idle slot and says what it now holds."""
+        candidate.phase = "stage"
+        started, limit = time.perf_counter(), self.cfg.deadlines.stage_s
+        results = await call_all(self.policy, "stage", candidate.ref, deadline_s=limit)
+        survivors(results, "stage")
+        descriptions = await call_all(self.policy, "describe", deadline_s=limit)
+        candidate.staged = [staged_slot(d) for d in survivors(descriptions, "audit")]
+        candidate.numbers["stage_s"] = time.perf_counter() - started
+
+    async def probe(self, candidate: Candidate, rollouts: list[Rollout]) -> None:
+        """Score the same tokens under W_v and under the idle slot of one replica."""
+        from forge_ptq.engine.types import ProbeSequence
+
+        candidate.phase = "probe"
+        started, limit = time.perf_counter(), self.cfg.deadlines.probe_s
+        hidden = await self._reference_hidden(candidate.version, rollouts)
+        sequences = [
+            ProbeSequence(rollout.token_ids, rollout.response_start, hidden_RH)
+            for rollout, hidden_RH in zip(rollouts, hidden, strict=True)
+        ]
+        scores = await call_one(self.policy, "probe", sequences, deadline_s=limit)
+        candidate.divergence = compare(
+            [score.logprobs for score in scores],
+            [score.reference_logprobs for score in scores],
+            [score.kl for score in scores],
+        )
+        candidate.numbers["probe_s"] = time.perf_counter() - started
+
+    async def _reference_hidden(self, version: int, rollouts: list[Rollout]) -> list[Any]:
+        """W_v's hidden states; the second candidate of a version reuses them."""
+        if self._reference is None or self._reference[:2] != (version, rollouts):
+            hidden = await call_one(
+                self.quantizer,
+                "reference",
+                version,
+                rollouts,
+                deadline_s=self.cfg.deadlines.probe_s,
+            )
+            self._reference = (version, rollouts, hidden)
+        return self._reference[2]
+
+    async def commit(self, candidate: Candidate, previous: ArtifactRef | None) -> None:
+        """Move the pointer, flip every replica, and make sure that all serve the artifact.
+
+        Raises PublishError with the pointer moved back if none does.
+        """
+        candidate.phase = "commit"
+        ref = candidate.ref
+        assert ref is not None
+        await store.set_committed(ref)
+        try:
+            limit = self.cfg.deadlines.commit_s
+            results = await call_all(self.policy, "commit", ref.artifact_id, deadline_s=limit)
+        except Exception as error:
+            if not await self._settle(ref, previous):
+                raise PublishError(f"no generator replica would flip: {error}") from error
+            return
+        reports = [report for report in results if report is not None]
+        if len(reports) < len(results):
+            log.warning("a generator replica died in commit; it comes back with the new artifact")
+        for report in reports:
+            candidate.numbers |= {
+                "flip_s": max(report.flip_s, candidate.numbers.get("flip_s", 0.0)),
+                "pause_s": max(report.pause_s, candidate.numbers.get("pause_s", 0.0)),
+                "step_s_median": report.step_s_median,
+            }
+        if not reports:
+            await self._settle(ref, previous)
+
+    async def _settle(self, ref: ArtifactRef, previous: ArtifactRef | None) -> bool:
+        """After a commit that went wrong: whether ref serves now; the pointer agrees either way.
+
+        Replicas that came back meanwhile may still serve the previous artifact while others have
+        flipped: those are staged and flipped once more.
+        """
+        limit = self.cfg.deadlines.stage_s
+        serving = await self._live(limit)
+        if serving and ref.artifact_id not in serving:
+            await store.set_committed(previous)
+            return False
+        if any(artifact_id != ref.artifact_id for artifact_id in serving):
+            await call_all(self.policy, "stage", ref, deadline_s=limit)
+            await call_all(self.policy, "commit", ref.artifact_id, deadline_s=limit)
+        return True
+
+    async def _live(self, limit: float) -> list[str | None]:
+        descriptions = await call_all(self.policy, "describe", deadline_s=limit)
+        return [live_artifact(description) for description in descriptions if description]
+
+    async def abandon(self, candidate: Candidate) -> None:
+        """Empty the idle slots; the live ones are not touched. Never raises: it is the clean-up."""
+        if candidate.ref is None:
+            return
+        try:
+            await call_all(self.policy, "discard", deadline_s=self.cfg.deadlines.commit_s)
+        except Exception:
+            log.exception("discarding the candidate of version %d failed", candidate.version)

@@ -1,0 +1,229 @@
+"""PTQ: what an app adds to run its rollouts quantized.
+
+    ptq = await PTQ.launch(cfg.ptq, policy=policy, quantizer=quantizer)
+    ...
+    await ptq.offer(episodes)              # finished rollouts, for calibration and probe
+    verdict = await ptq.publish(version)   # instead of policy.update_weights.fanout(version)
+    ...
+    await ptq.close()
+
+publish(version) in order, each phase with its own deadline (cfg.deadlines):
+
+    probe set   enough held-out rollouts? if not: kept, before any work
+    quantize    Quantizer: load W_v, calibrate if due, quantize, artifact into the store
+    stage       every generator replica fills its idle slot, still serving
+    probe       one replica scores the rollouts under the idle slot, the Quantizer under W_v
+    decide      guard.decide: complete, audit, finite, enough, rise
+    commit      store.set_committed(artifact), then every replica flips
+
+Whatever fails before commit empties the idle slots again and the live ones serve on: the verdict
+is "kept", with the reason. A refused candidate is followed by the same version in bf16, through
+the same slots and gate, if guard.on_reject is "bf16" or the caller says must_serve.
+
+The pointer in the store moves *before* the flip. By then the artifact has passed the gate, so it
+makes no difference which of the two a generator serves that dies in between: the one that comes
+back reads the pointer, and its surviving siblings have flipped. The other order would let a
+generator come back with the old version after the run was told that the new one serves. If no
+replica flips, the pointer moves back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from forge_ptq import store
+from forge_ptq.artifact import ArtifactRef
+from forge_ptq.runtime import Reduce, record_metric
+from forge_ptq.services import guard
+from forge_ptq.services.candidate import Candidate, Publisher
+from forge_ptq.services.replicas import PublishError
+from forge_ptq.services.sampler import Rollout, RolloutSampler
+from forge_ptq.services.verdict import Verdict
+
+log = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 10.0
+
+
+class PTQ:
+    """One publisher for one generator service. Made by ``launch``."""
+
+    def __init__(self, cfg: Any, publisher: Publisher, inject: Any | None) -> None:
+        self.cfg = cfg
+        self.sampler = RolloutSampler(
+            cfg.sampler.capacity, cfg.sampler.max_age, cfg.sampler.probe_fraction
+        )
+        self.verdicts: list[Verdict] = []
+        self._publisher = publisher
+        self._inject = inject
+        self._lock = asyncio.Lock()
+        self._closed = False
+        self._serving: list[ArtifactRef] = []
+        """What serves, last, and what served before it."""
+
+    @classmethod
+    async def launch(
+        cls, cfg: Any, *, policy: Any, quantizer: Any, inject: Any | None = None
+    ) -> PTQ:
+        """cfg: config.PTQConfig. policy, quantizer: handles (service or actor) of the running
+        generator and Quantizer. inject: {step, fault} to corrupt one candidate on purpose.
+        """
+        ptq = cls(cfg, Publisher(cfg, policy, quantizer), inject)
+        committed = await store.get_committed()
+        if committed is not None:
+            ptq._serving.append(committed)
+        return ptq
+
+    async def offer(self, episodes: Iterable[Any]) -> None:
+        """Take finished episodes (attributes completion, reward, policy_version)."""
+        self.sampler.offer(episodes)
+
+    async def publish(self, version: int, must_serve: bool = False) -> Verdict:
+        """Quantize, judge and serve a policy version that is complete in the store.
+
+        One publish at a time; a second call waits. must_serve: fall back to bf16 rather than keep
+        the old version, unprobed if there are no rollouts to probe with. Never raises for what
+        can go wrong in a publish: the verdict is "kept" and says why.
+        """
+        async with self._lock:
+            verdict = Verdict(version=version)
+            started = time.perf_counter()
+            try:
+                await self._publish(verdict, must_serve)
+            finally:
+                verdict.wall_s = time.perf_counter() - started
+                self.verdicts.append(verdict)
+            await self._retire(version)
+        self._record(verdict)
+        return verdict
+
+    async def close(self) -> None:
+        """No publish starts any more; one that runs gets a few seconds to end."""
+        self._closed = True
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S), self._lock:
+                pass
+        except TimeoutError:
+            log.warning("a publish was still running when PTQ closed")
+
+    async def _publish(self, verdict: Verdict, must_serve: bool) -> None:
+        """Fill in the verdict. The only place that decides between candidate, bf16 and keeping."""
+        if self._closed:
+            verdict.reason = "PTQ is closed"
+            return
+        if self._serving and verdict.version < self._serving[-1].policy_version:
+            verdict.reason = f"version {self._serving[-1].policy_version} serves already"
+            return
+        if not self.cfg.enabled:
+            await self._try(verdict, "accepted", [], scheme="bf16")
+            return
+        need = self.cfg.probe.min_sequences
+        rollouts = self.sampler.probe(self.cfg.probe.sequences, self.cfg.probe.max_tokens)
+        if len(rollouts) < need:
+            verdict.reason = f"not enough probe rollouts: have {len(rollouts)}, need {need}"
+        else:
+            await self._try(verdict, "accepted", rollouts)
+        refused_to_bf16 = verdict.refused and self.cfg.guard.on_reject == "bf16"
+        if verdict.outcome == "kept" and (must_serve or refused_to_bf16):
+            await self._try(verdict, "fell_back", rollouts, scheme="bf16")
+
+    async def _try(
+        self, verdict: Verdict, outcome: Any, rollouts: list[Rollout], scheme: str | None = None
+    ) -> None:
+        """One candidate through all phases; on success the verdict gets this outcome."""
+        candidate = Candidate(verdict.version, scheme, self._fault(verdict.version, scheme))
+        try:
+            decision = await self._prepare(candidate, rollouts)
+            if decision.accepted:
+                previous = self._serving[-1] if self._serving else None
+                await self._publisher.commit(candidate, previous)
+                assert candidate.ref is not None
+                self._serving = [*self._serving[-1:], candidate.ref]
+                verdict.outcome = outcome
+            else:
+                verdict.refused = verdict.refused or scheme is None
+            reason = decision.reason
+        except Exception as error:
+            log.exception("publish of version %d failed in %s", verdict.version, candidate.phase)
+            reason = f"{candidate.phase} failed: {_first_line(error)}"
+        except asyncio.CancelledError:
+            await self._publisher.abandon(candidate)
+            raise
+        if verdict.outcome == "kept":
+            await self._publisher.abandon(candidate)
+        prefix = f"{verdict.reason}; then in bf16: " if verdict.reason else ""
+        verdict.reason = prefix + reason
+        candidate.report(verdict)
+
+    async def _prepare(self, candidate: Candidate, rollouts: list[Rollout]) -> guard.Decision:
+        """Quantize, stage, probe, decide."""
+        calibration = self.sampler.calibration(
+            self.cfg.calibration_sequences, self.cfg.probe.max_tokens
+        )
+        await self._publisher.quantize(candidate, calibration)
+        await self._publisher.stage(candidate)
+        if rollouts:
+            await self._publisher.probe(candidate, rollouts)
+        # Full precision needs no minimum: its rise is the engine's own numerical noise.
+        enough = 1 if candidate.scheme == "bf16" else self.cfg.probe.min_sequences
+        limits = guard.Limits(self.cfg.guard.max_perplexity_rise, enough)
+        return guard.decide(candidate.evidence(), limits)
+
+    def _fault(self, version: int, scheme: str | None) -> str | None:
+        if self._inject is not None and self._inject.step == version and scheme is None:
+            log.warning(
+                "injecting %s into the candidate of version %d", self._inject.fault, version
+            )
+            return str(self._inject.fault)
+        return None
+
+    async def _retire(self, version: int) -> None:
+        """Delete weights older than the version before this one, and artifacts that nobody needs.
+
+        What serves and what served before it stay: a restarting generator may be loading either.
+        """
+        kept = {ref.artifact_id for ref in self._serving[-2:]}
+        try:
+            for ref in [r for r in self._publisher.stored if r.artifact_id not in kept]:
+                await store.drop_artifact(ref)
+                self._publisher.stored.remove(ref)
+            older = [v for v in await store.weight_versions() if v < version]
+            for old in older[:-1]:
+                await store.drop_weights(old)
+        except store.StoreError as error:
+            log.warning("clean-up after version %d: %s", version, error)
+
+    @staticmethod
+    def _record(verdict: Verdict) -> None:
+        values: list[tuple[str, float | None, Reduce]] = [
+            ("accepted", float(verdict.outcome == "accepted"), Reduce.SUM),
+            ("fell_back", float(verdict.outcome == "fell_back"), Reduce.SUM),
+            ("kept", float(verdict.outcome == "kept"), Reduce.SUM),
+            ("refused", float(verdict.refused), Reduce.SUM),
+            ("perplexity_rise", verdict.perplexity_rise, Reduce.MEAN),
+            ("nll_perplexity_rise", verdict.nll_perplexity_rise, Reduce.MEAN),
+            ("kl", verdict.kl, Reduce.MEAN),
+            ("worst_sequence_rise", verdict.worst_sequence_rise, Reduce.MAX),
+            ("probe_tokens", float(verdict.probe_tokens), Reduce.MEAN),
+            ("quantize_s", verdict.quantize_s, Reduce.MEAN),
+            ("stage_s", verdict.stage_s, Reduce.MEAN),
+            ("probe_s", verdict.probe_s, Reduce.MEAN),
+            ("pause_s", verdict.pause_s, Reduce.MAX),
+            ("wall_s", verdict.wall_s, Reduce.MEAN),
+            ("bytes", float(verdict.bytes), Reduce.MEAN),
+        ]
+        for name, value, reduction in values:
+            if value is not None and value == value:
+                record_metric(f"ptq/publish/{name}", value, reduction)
+
+
+def _first_line(error: BaseException) -> str:
+    """What went wrong, short enough for a reason; the log has the traceback."""
+    if isinstance(error, PublishError):
+        return str(error)
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,0 +1,54 @@
+"""Calls to the generator and the quantizer, whether they are services or single actors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from forge_ptq.services.guard import StagedSlot
+
+
+class PublishError(RuntimeError):
+    """A publish that cannot go on; the message becomes the verdict's reason."""
+
+
+async def call_one(handle: Any, endpoint: str, *args: Any, deadline_s: float, **kwargs: Any) -> Any:
+    """One replica of a service (as it routes), or the actor; TimeoutError past the deadline."""
+    bound = getattr(handle, endpoint)
+    call = getattr(bound, "route", None) or bound.call_one
+    async with asyncio.timeout(deadline_s):
+        return await call(*args, **kwargs)
+
+
+async def call_all(handle: Any, endpoint: str, *args: Any, deadline_s: float) -> list[Any]:
+    """Every healthy replica (None where one died meanwhile), or the one actor."""
+    bound = getattr(handle, endpoint)
+    fanout = getattr(bound, "fanout", None)
+    async with asyncio.timeout(deadline_s):
+        if fanout is not None:
+            return list(await fanout(*args))
+        return [await bound.call_one(*args)]
+
+
+def survivors(results: Sequence[Any], what: str) -> list[Any]:
+    """All results, PublishError if a replica died under the call."""
+    dead = sum(result is None for result in results)
+    if dead:
+        raise PublishError(f"{dead} of {len(results)} generator replicas died during {what}")
+    return list(results)
+
+
+def live_artifact(description: Mapping[str, Any]) -> str | None:
+    """Artifact that a generator serves, from its ``describe()``."""
+    return description["slots"][description["live"]]["artifact_id"]
+
+
+def staged_slot(description: Mapping[str, Any]) -> StagedSlot:
+    """The idle slot of a generator, from its ``describe()``."""
+    idle = description["slots"][1 - description["live"]]
+    return StagedSlot(
+        artifact_id=idle["artifact_id"],
+        complete=idle["state"] == "ready" and not description["staging"],
+        layers=dict(idle["layers"]),
+    )
