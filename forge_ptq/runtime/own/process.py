@@ -33,7 +33,7 @@ for _key, _value in {
     os.environ.setdefault(_key, _value)
 
 LOG_DIR = "FORGE_PTQ_LOG_DIR"
-STOP_TIMEOUT_S = 5.0
+STOP_TIMEOUT_S = 3.0
 """How long a mesh may take to stop in order before its processes are killed."""
 _POLL_S = 0.02
 
