@@ -54,7 +54,8 @@ class Slots:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
         try:
-            await asyncio.wait_for(asyncio.shield(waiter), timeout_s)
+            async with asyncio.timeout(timeout_s):  # wait_for may swallow a cancellation
+                await waiter
         except BaseException:
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
                 self.release()  # the slot came at the very moment of giving up
