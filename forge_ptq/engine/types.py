@@ -1,0 +1,120 @@
+"""Plain records that cross the engine's border. No vLLM here, torch only for annotations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+class EngineDeadError(RuntimeError):
+    """The engine thread has ended after an error; the actor must be respawned."""
+
+
+class SlotStateError(RuntimeError):
+    """A slot operation that the current state of the slots does not allow."""
+
+
+class RequestError(ValueError):
+    """A generate or probe request that is wrong in itself; nothing was admitted."""
+
+
+@dataclass
+class ProbeSequence:
+    """One sequence to score under the idle slot.
+
+    ``token_ids`` is prompt and response together, ``response_start`` (>= 1) the index of the first
+    response token. ``reference_hidden`` [R, H], R = len(token_ids) - response_start, holds the
+    full-precision policy's final-normed hidden states at positions response_start - 1 .. -2.
+    """
+
+    token_ids: list[int]
+    response_start: int
+    reference_hidden: torch.Tensor | None = None
+
+
+@dataclass
+class ProbeScore:
+    """Scores of one sequence, fp32 [R] each; natural logarithms.
+
+    ``logprobs``: of the response tokens under the idle slot. ``reference_logprobs``: of the same
+    tokens under the reference hidden states. ``kl``: KL(reference || idle slot) over the whole
+    vocabulary. The last two are None where no reference was given.
+    """
+
+    logprobs: torch.Tensor
+    reference_logprobs: torch.Tensor | None = None
+    kl: torch.Tensor | None = None
+
+
+@dataclass
+class StageReport:
+    """How an artifact came into the idle slot. Times in seconds.
+
+    ``load_s``: from the store, verified. ``drain_s``: waiting for the slot's last sequences.
+    ``fill_s``: from the first layer prepared to the last, live steps in between included.
+    ``busy_s``: the engine thread's own time in it. ``resubmitted``: sequences moved to the live
+    slot because the drain deadline passed.
+    """
+
+    artifact_id: str
+    policy_version: int
+    slot: int
+    bytes: int
+    stage_s: float
+    load_s: float = 0.0
+    drain_s: float = 0.0
+    fill_s: float = 0.0
+    busy_s: float = 0.0
+    resubmitted: int = 0
+
+
+@dataclass
+class CommitReport:
+    """A flip. ``pause_s`` is the longest time that admitted sequences waited between two of their
+    steps since staging began (since the flip for a rollback); ``step_s_median`` the usual step."""
+
+    artifact_id: str
+    policy_version: int
+    slot: int
+    flip_s: float
+    pause_s: float
+    step_s_median: float
+    draining: int
+
+
+@dataclass
+class SlotInfo:
+    """What a slot holds. ``state``: empty, filling, ready. ``served``: it has been live once."""
+
+    artifact_id: str | None = None
+    policy_version: int | None = None
+    schemes: dict[str, int] = field(default_factory=dict)
+    state: str = "empty"
+    served: bool = False
+    salt: str = ""
+    bytes: int = 0
+
+    @property
+    def scheme_tag(self) -> str:
+        """The schemes of the linears, most frequent first, such as ``int8_dynamic+bf16``."""
+        return "+".join(sorted(self.schemes, key=lambda name: (-self.schemes[name], name)))
+
+
+@dataclass
+class Sample:
+    """One finished sequence as the engine reports it. ``logprobs``: of the sampled distribution."""
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    text: str
+    stop_reason: str | None
+    policy_version: int
+    artifact_id: str
+    scheme_tag: str
+    slot: int
+    resubmitted: int
+    queue_to_done_s: float
