@@ -78,6 +78,11 @@ class PTQ:
             ptq._serving.append(committed)
         return ptq
 
+    @property
+    def served_version(self) -> int:
+        """Policy version that new requests get; 0 is the starting checkpoint."""
+        return self._serving[-1].policy_version if self._serving else 0
+
     async def offer(self, episodes: Iterable[Any]) -> None:
         """Take finished episodes (attributes completion, reward, policy_version)."""
         self.sampler.offer(episodes)

@@ -7,8 +7,9 @@
     hidden = await quantizer.reference.route(version, rollouts)
 
 Every endpoint may be called again with the same arguments, also after a respawn, when the copy of
-the policy and the calibration are gone: ``status`` says what is there. All tensor work runs in one
-worker thread, in order, so the actor's event loop answers while it works.
+the policy and the calibration are gone: ``status`` says what is there. Calls are carried out one
+at a time, in order, and all tensor work runs in a worker thread, so ``status`` always answers.
+(The endpoints are concurrent because Monarch handles no other message while a plain one runs.)
 
 The worker's threads: environment variable OMP_NUM_THREADS, else all cores that this process may
 use but one.
@@ -70,6 +71,7 @@ class Quantizer(ForgeActor):
         self.plan = QuantPlan.from_config(**(plan or {"default": "int8_dynamic"}))
         self.ranges: dict[str, float] = {}
         self._policy: PolicyCopy | None = None
+        self._turn = asyncio.Lock()
         self._worker = ThreadPoolExecutor(
             1, "quantizer", initializer=torch.set_num_threads, initargs=(worker_threads(),)
         )
@@ -89,7 +91,7 @@ class Quantizer(ForgeActor):
         policy = self._ready()
         return QuantizerStatus(policy.version, self._needs_calibration(), dict(policy.layers))
 
-    @endpoint
+    @concurrent_endpoint
     async def load(self, version: int) -> QuantizerStatus:
         """Pull a policy version from the store; does nothing if it is loaded.
 
@@ -97,33 +99,36 @@ class Quantizer(ForgeActor):
         missing, unknown or of another shape.
         """
         policy = self._ready()
-        if policy.version != version:
-            weights = await store.get_weights(version)
-            await self._run(lambda: policy.load(version, weights))
-        return QuantizerStatus(policy.version, self._needs_calibration(), dict(policy.layers))
+        async with self._turn:
+            if policy.version != version:
+                weights = await store.get_weights(version)
+                await self._run(lambda: policy.load(version, weights))
+        return QuantizerStatus(version, self._needs_calibration(), dict(policy.layers))
 
-    @endpoint
+    @concurrent_endpoint
     async def reference(self, version: int, sequences: Sequence[Sequence_]) -> list[torch.Tensor]:
         """Final-normed hidden states [R, H] of the loaded version, one tensor a sequence.
 
         R = len(token_ids) - response_start; row i is from position response_start + i - 1.
         """
-        policy = self._loaded(version)
-        return await self._run(lambda: policy.reference(sequences))
+        async with self._turn:
+            policy = self._loaded(version)
+            return await self._run(lambda: policy.reference(sequences))
 
-    @endpoint
+    @concurrent_endpoint
     async def calibrate(self, version: int, sequences: Sequence[Sequence_]) -> dict[str, float]:
         """Measure max|x| of every static layer's input over whole sequences; replaces the ranges.
 
         Returns {layer: absmax}, which later ``quantize`` calls use until the next calibration.
         """
-        policy = self._loaded(version)
         if not sequences:
             raise ValueError("calibrate: no sequences")
-        self.ranges = await self._run(lambda: policy.absmax(sequences))
-        return dict(self.ranges)
+        async with self._turn:
+            policy = self._loaded(version)
+            self.ranges = await self._run(lambda: policy.absmax(sequences))
+            return dict(self.ranges)
 
-    @endpoint
+    @concurrent_endpoint
     async def quantize(
         self, version: int, scheme_override: str | None = None, fault: str | None = None
     ) -> ArtifactRef:
@@ -133,26 +138,29 @@ class Quantizer(ForgeActor):
         fault: "corrupt_scales" makes a wrong artifact with right hashes, for demonstrations.
         Raises QuantizationError naming the layer for weights that are not finite.
         """
-        policy = self._loaded(version)
-        layers = policy.layers
-        if scheme_override is not None:
-            layers = self.plan.override_all(scheme_override).resolve(policy.linears)
         if fault not in (None, "corrupt_scales"):
             raise ValueError(f"fault: expected corrupt_scales or None, got {fault!r}")
-        if "int8_static" in layers.values() and not self.ranges:
-            raise ValueError("the plan has int8_static layers: calibrate before quantize")
+        async with self._turn:
+            policy = self._loaded(version)
+            layers = policy.layers
+            if scheme_override is not None:
+                layers = self.plan.override_all(scheme_override).resolve(policy.linears)
+            if "int8_static" in layers.values() and not self.ranges:
+                raise ValueError("the plan has int8_static layers: calibrate before quantize")
 
-        def build() -> QuantizedArtifact:
-            tensors, used, notes = policy.quantize(layers, self.ranges, corrupt=fault is not None)
-            return QuantizedArtifact.build(
-                policy_version=version,
-                model=policy.architecture,
-                layers=used,
-                tensors=tensors,
-                notes=notes,
-            )
+            def build() -> QuantizedArtifact:
+                tensors, used, notes = policy.quantize(
+                    layers, self.ranges, corrupt=fault is not None
+                )
+                return QuantizedArtifact.build(
+                    policy_version=version,
+                    model=policy.architecture,
+                    layers=used,
+                    tensors=tensors,
+                    notes=notes,
+                )
 
-        return await store.put_artifact(await self._run(build))
+            return await store.put_artifact(await self._run(build))
 
     def _ready(self) -> PolicyCopy:
         if self._policy is None:
