@@ -6,7 +6,7 @@ import asyncio
 import re
 from typing import Any
 
-from monarch.actor import HostMesh
+from monarch.actor import HostMesh, context, enable_transport
 
 from forge_ptq.runtime.own.types import Launcher, LauncherConfig
 
@@ -39,6 +39,9 @@ class HostLauncher:
             raise ValueError(
                 f"LauncherConfig.scheduler_args: unknown {unknown}, expected some of {SLURM_ARGS}"
             )
+        if cfg.launcher is Launcher.SLURM:
+            enable_transport(cfg.transport)
+            context()  # starts Monarch's client on that transport, before SlurmJob sets another
         if cfg.launcher is Launcher.MAST:
             raise ValueError(
                 "LauncherConfig.launcher = 'mast': Monarch's public release has no MAST job; "

@@ -123,12 +123,17 @@ class Provisioner:
         """Stops services, then all processes; what is left after `timeout_s` is killed."""
         services, self.services = self.services, []
         groups = list(self.groups)
+        deadline = asyncio.timeout(timeout_s)
         try:
-            async with asyncio.timeout(timeout_s):
+            async with deadline:
                 await asyncio.gather(*(service.stop() for service in services))
                 groups = list(self.groups)
                 await asyncio.gather(*(self._end(group) for group in groups))
                 await self.launcher.release_all()
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            log.warning("shutting down took more than %g s: killing what is left", timeout_s)
         finally:
             for group in groups:
                 group.ref.kill()

@@ -147,6 +147,8 @@ class LauncherConfig:
     # extensions
     scheduler_args: dict[str, Any] = field(default_factory=dict)
     """Passed to the scheduler's job (slurm: partition, time_limit, gpus_per_node, mem, ...)."""
+    transport: str = "tcp"
+    """How remote hosts reach this client: tcp (by its hostname), or an address tcp://IP:PORT."""
 
     def __post_init__(self) -> None:
         if isinstance(self.launcher, str):
