@@ -26,6 +26,15 @@ die() {
     exit 1
 }
 
+child=
+# pip turns Ctrl-C into an ordinary failure, which must not be taken for one and worked around.
+stop() {
+    [[ -z $child ]] || kill "$child" 2>/dev/null || true
+    printf 'set-up: interrupted\n' >&2
+    exit 130
+}
+trap stop INT TERM HUP
+
 want=$(wanted)
 if complete; then exit 0; fi
 
@@ -71,20 +80,24 @@ failed() {
 }
 # Runs a command in the background and says now and then how far pip has come.
 with_progress() {
-    local total=$1 pid waited=0 status=0
+    local total=$1 waited=0 status=0
     shift
+    : >"$log"
     "$@" &
-    pid=$!
-    trap 'kill "$pid" 2>/dev/null || true; exit 130' INT TERM
-    while kill -0 "$pid" 2>/dev/null; do
+    child=$!
+    while kill -0 "$child" 2>/dev/null; do
         sleep 1
         waited=$((waited + 1))
         if ((waited % 15 == 0)); then
-            say "    $(grep -cE '^(Collecting|Processing)' "$log" || true) of $total packages fetched"
+            if grep -q '^Installing collected' "$log"; then
+                say "    all fetched, installing"
+            else
+                say "    $(grep -cE '^(Collecting|Processing)' "$log" || true) of $total fetched"
+            fi
         fi
     done
-    wait "$pid" || status=$?
-    trap - INT TERM
+    wait "$child" || status=$?
+    child=
     return "$status"
 }
 

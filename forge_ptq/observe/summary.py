@@ -6,7 +6,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,16 @@ def mean(values: Iterable[Any]) -> float | None:
     """Mean of the finite numbers among `values`; None when there is none."""
     numbers = [float(v) for v in values if is_number(v)]
     return sum(numbers) / len(numbers) if numbers else None
+
+
+def was_refused(publish: Mapping[str, Any]) -> bool:
+    """Whether a candidate reached the gate and was turned down.
+
+    A publish that failed on the way there, such as one whose quantizer died, was not refused.
+    """
+    if publish["verdict"] == "accepted":
+        return False
+    return bool(publish.get("refused", is_number(publish.get("perplexity_rise"))))
 
 
 def plain(value: Any) -> Any:
