@@ -1,9 +1,9 @@
 """Our own runtime on Monarch 0.7, with torchforge's API.
 
-A file per concern: types (configuration, errors), child (first code of a process), death (notices
-dead processes), agent (runtime's actor in every process), process, gpus, launcher, provisioner
-(placement), handle, actor, router, replica, service, interface (calls), metrics, metric_logger,
-backends, tracer, replay_buffer, completion, client (from start to clean exit).
+A file per concern. Processes: child (their first code), death (notices their end), agent (our actor
+in each), process, gpus, launcher, provisioner, start (Monarch's client), client (start to clean
+exit). Calls: actor, handle, router, replica, service, interface. Metrics: metrics, metric_logger,
+backends, tracer. And types (configuration, errors), replay_buffer, completion.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import asyncio
 import re
 from typing import Any
 
-from monarch.actor import HostMesh, context, enable_transport
+from monarch.actor import HostMesh, enable_transport
 
 from forge_ptq.runtime.own.types import Launcher, LauncherConfig
 
@@ -40,8 +40,8 @@ class HostLauncher:
                 f"LauncherConfig.scheduler_args: unknown {unknown}, expected some of {SLURM_ARGS}"
             )
         if cfg.launcher is Launcher.SLURM:
+            # For Monarch's client, which must start with it before SlurmJob sets another one.
             enable_transport(cfg.transport)
-            context()  # starts Monarch's client on that transport, before SlurmJob sets another
         if cfg.launcher is Launcher.MAST:
             raise ValueError(
                 "LauncherConfig.launcher = 'mast': Monarch's public release has no MAST job; "

@@ -22,16 +22,6 @@ from forge_ptq.runtime.own.types import ProcessConfig
 
 log = logging.getLogger(__name__)
 
-# Monarch reads these when its client starts. Poll supervision twice a second, not every ten; and
-# give processes time to start on a busy machine (its defaults are 30 s).
-for _key, _value in {
-    "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "500ms",
-    "HYPERACTOR_HOST_SPAWN_READY_TIMEOUT": "120s",
-    "HYPERACTOR_MESH_PROC_SPAWN_MAX_IDLE": "120s",
-    "HYPERACTOR_MESH_ACTOR_SPAWN_MAX_IDLE": "120s",
-}.items():
-    os.environ.setdefault(_key, _value)
-
 LOG_DIR = "FORGE_PTQ_LOG_DIR"
 STOP_TIMEOUT_S = 3.0
 """How long a mesh may take to stop in order before its processes are killed."""

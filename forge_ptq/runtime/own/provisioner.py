@@ -8,13 +8,13 @@ import itertools
 import logging
 from typing import Any, Protocol
 
-import monarch.actor
 from monarch.actor import this_host
 
 from forge_ptq.runtime.own.gpus import GpuPool, visible_gpus
 from forge_ptq.runtime.own.handle import ActorHandle
 from forge_ptq.runtime.own.launcher import HostLauncher
 from forge_ptq.runtime.own.process import ProcessGroup
+from forge_ptq.runtime.own.start import start_monarch
 from forge_ptq.runtime.own.types import ProcessConfig, ProvisionerConfig
 
 log = logging.getLogger(__name__)
@@ -29,27 +29,18 @@ class Stoppable(Protocol):
         """Stops accepting and respawning."""
 
 
-def _log_fault(failure: Any) -> None:
-    """Monarch's hook for failures that no actor handled; its default would end the client.
-
-    The runtime learns of deaths from the calls and from its own watch, so a line is enough.
-    """
-    log.debug("monarch reports a failed mesh: %s", str(failure).strip().partition("\n")[0])
-
-
 class Provisioner:
     """All processes of this client. One per client: use the functions at the end of the file."""
 
     def __init__(self, cfg: ProvisionerConfig | None = None) -> None:
         self.cfg = cfg or ProvisionerConfig()
         self.launcher = HostLauncher(self.cfg.launcher_config)
+        start_monarch()  # after the launcher, which chooses the transport
         self.gpus = GpuPool(visible_gpus())
         self.groups: list[ProcessGroup] = []
         self.services: list[Stoppable] = []
         self._shared: dict[str, ProcessGroup] = {}
         self._locks: dict[str, asyncio.Lock] = {}
-        monarch.actor.unhandled_fault_hook = _log_fault
-        monarch.actor.config.prefix_python_logs_with_actor = False  # in the client: ours only
         atexit.register(self.kill_all)
 
     async def acquire(self, cfg: ProcessConfig) -> ProcessGroup:

@@ -21,7 +21,6 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
-import monarch.actor
 from forge import types as forge_types
 from forge.actors.replay_buffer import ReplayBuffer as TorchforgeReplayBuffer
 from forge.controller import provisioner as forge_provisioner
@@ -31,7 +30,8 @@ from forge.observability import Metric, Reduce, Tracer, record_metric
 
 from forge_ptq.runtime.own import client
 from forge_ptq.runtime.own.handle import ActorHandle
-from forge_ptq.runtime.own.provisioner import SHUTDOWN_TIMEOUT_S, _log_fault
+from forge_ptq.runtime.own.provisioner import SHUTDOWN_TIMEOUT_S
+from forge_ptq.runtime.own.start import start_monarch
 from forge_ptq.runtime.own.types import (
     Launcher,
     LauncherConfig,
@@ -46,8 +46,6 @@ from forge_ptq.runtime.torchforge.service import ServiceInterface
 
 NAME = "torchforge"
 
-monarch.actor.unhandled_fault_hook = _log_fault
-monarch.actor.config.prefix_python_logs_with_actor = False
 for _name in list(logging.root.manager.loggerDict):
     if _name.startswith("forge."):  # its modules set themselves to DEBUG
         logging.getLogger(_name).setLevel(logging.INFO)
@@ -73,6 +71,7 @@ def _to_forge_launcher(cfg: LauncherConfig) -> Any:
 
 async def init_provisioner(cfg: ProvisionerConfig | None = None) -> Any:
     """torchforge's provisioner; launcher `local` is its default (no launcher)."""
+    start_monarch()
     if cfg is None or cfg.launcher_config.launcher is Launcher.LOCAL:
         return await forge_provisioner.init_provisioner(None)
     launcher = _to_forge_launcher(cfg.launcher_config)

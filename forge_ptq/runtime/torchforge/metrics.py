@@ -6,6 +6,8 @@ from typing import Any
 
 from forge.observability import metric_actors
 
+from forge_ptq.runtime.own.start import start_monarch
+
 _last_reduced: dict[str, float] = {}
 """Result of the latest reduction. torchforge's logging actor runs in the client's process."""
 
@@ -54,5 +56,6 @@ async def get_or_create_metric_logger(
     proc_mesh: Any = None, process_name: str = "Controller"
 ) -> MetricLogger:
     """The client's metric logger."""
+    start_monarch()
     logger = await metric_actors.get_or_create_metric_logger(proc_mesh, process_name)
     return MetricLogger(logger)

@@ -17,6 +17,7 @@ from forge_ptq.runtime.own import child
 from forge_ptq.runtime.own.agent import ProcessAgent
 from forge_ptq.runtime.own.handle import ProcessRef
 from forge_ptq.runtime.own.process import STOP_TIMEOUT_S, bootstrap_command
+from forge_ptq.runtime.own.start import start_monarch
 from forge_ptq.runtime.own.types import ProcessConfig
 
 log = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ async def acquire(cfg: ProcessConfig) -> SpawnedMesh:
 
 
 async def _spawn(cfg: ProcessConfig) -> SpawnedMesh:
+    start_monarch()
     name = cfg.colocate or cfg.mesh_name or "mesh"
     forge_cfg = forge_types.ProcessConfig(
         procs=cfg.procs, with_gpus=cfg.with_gpus, hosts=cfg.hosts, mesh_name=name
