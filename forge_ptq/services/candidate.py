@@ -214,5 +214,6 @@ class Publisher:
             return
         try:
             await call_all(self.policy, "discard", deadline_s=self.cfg.deadlines.commit_s)
-        except Exception:
-            log.exception("discarding the candidate of version %d failed", candidate.version)
+        except Exception as error:
+            log.warning("discarding the candidate of version %d: %s", candidate.version, error)
+            log.debug("version %d", candidate.version, exc_info=True)

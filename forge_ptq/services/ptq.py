@@ -153,8 +153,9 @@ class PTQ:
                 verdict.refused = verdict.refused or scheme is None
             reason = decision.reason
         except Exception as error:
-            log.exception("publish of version %d failed in %s", verdict.version, candidate.phase)
             reason = f"{candidate.phase} failed: {_first_line(error)}"
+            log.warning("version %d is not served: %s", verdict.version, reason)
+            log.debug("version %d", verdict.version, exc_info=True)
         except asyncio.CancelledError:
             await self._publisher.abandon(candidate)
             raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
 from forge_ptq.services.guard import StagedSlot
@@ -13,22 +13,30 @@ class PublishError(RuntimeError):
     """A publish that cannot go on; the message becomes the verdict's reason."""
 
 
-async def call_one(handle: Any, endpoint: str, *args: Any, deadline_s: float, **kwargs: Any) -> Any:
-    """One replica of a service (as it routes), or the actor; TimeoutError past the deadline."""
+async def call_one(handle: Any, endpoint: str, *args: Any, deadline_s: float) -> Any:
+    """One replica of a service (as it routes), or the actor; PublishError past the deadline."""
     bound = getattr(handle, endpoint)
     call = getattr(bound, "route", None) or bound.call_one
-    async with asyncio.timeout(deadline_s):
-        return await call(*args, **kwargs)
+    return await _within(call(*args), endpoint, deadline_s)
 
 
 async def call_all(handle: Any, endpoint: str, *args: Any, deadline_s: float) -> list[Any]:
     """Every healthy replica (None where one died meanwhile), or the one actor."""
     bound = getattr(handle, endpoint)
     fanout = getattr(bound, "fanout", None)
-    async with asyncio.timeout(deadline_s):
-        if fanout is not None:
-            return list(await fanout(*args))
-        return [await bound.call_one(*args)]
+    if fanout is not None:
+        return list(await _within(fanout(*args), endpoint, deadline_s))
+    return [await _within(bound.call_one(*args), endpoint, deadline_s)]
+
+
+async def _within(call: Awaitable[Any], endpoint: str, deadline_s: float) -> Any:
+    try:
+        async with asyncio.timeout(deadline_s):
+            return await call
+    except TimeoutError as error:
+        if str(error):  # the runtime's own, which says more
+            raise
+        raise PublishError(f"no answer to {endpoint} within {deadline_s:g} s") from error
 
 
 def survivors(results: Sequence[Any], what: str) -> list[Any]:

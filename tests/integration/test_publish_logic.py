@@ -1,0 +1,457 @@
+"""PTQ's decisions in interleavings that real generators reach only by luck.
+
+The store is real. The generator and the quantizer are small doubles with the same endpoints whose
+failures are set by hand; test_publish.py runs the same facade on the real ones.
+"""
+
+import asyncio
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import torch
+
+from forge_ptq import runtime, store
+from forge_ptq.artifact import ArtifactRef, QuantizedArtifact
+from forge_ptq.config import PTQConfig
+from forge_ptq.engine.types import CommitReport, ProbeScore
+from forge_ptq.numerics.schemes import get_scheme
+from forge_ptq.services.ptq import PTQ
+from forge_ptq.services.quantizer import QuantizerStatus
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", autouse=True)
+async def running_store():
+    await runtime.init_provisioner()
+    await store.initialize()
+    yield
+    await store.shutdown()
+    await runtime.shutdown()
+
+
+@pytest_asyncio.fixture(loop_scope="module", autouse=True)
+async def clean_store(running_store):
+    await store.set_committed(None)
+    for version in await store.weight_versions():
+        await store.drop_weights(version)
+
+
+@dataclass
+class Replica:
+    """One generator: two slots and a list of endpoints that fail, hang or die, by call count."""
+
+    live: str | None = None
+    idle: str | None = None
+    layers: dict[str, str] = field(default_factory=dict)
+    faults: dict[str, Any] = field(default_factory=dict)
+    calls: list[str] = field(default_factory=list)
+    kl: float = 0.01
+
+    async def call(self, name: str, *args: Any) -> Any:
+        self.calls.append(name)
+        fault = self.faults.get(name)
+        if callable(fault):
+            fault = fault()
+        if fault == "hang":
+            await asyncio.sleep(60)
+        if fault == "die":  # comes back serving what the store's pointer names
+            committed = await store.get_committed()
+            self.live, self.idle = (committed.artifact_id if committed else None), None
+            return None
+        if isinstance(fault, Exception):
+            raise fault
+        return await getattr(self, name)(*args)
+
+    async def stage(self, ref: ArtifactRef) -> Any:
+        artifact = await store.get_artifact(ref)
+        self.idle, self.layers = ref.artifact_id, dict(artifact.manifest.layers)
+        return SimpleNamespace(bytes=1)
+
+    async def describe(self) -> dict[str, Any]:
+        slots = [
+            {"artifact_id": self.live, "state": "ready", "layers": {}},
+            {"artifact_id": self.idle, "state": "ready", "layers": self.layers},
+        ]
+        return {"live": 0, "staging": False, "slots": slots}
+
+    async def probe(self, sequences: list[Any]) -> list[ProbeScore]:
+        scores = []
+        for sequence in sequences:
+            count = len(sequence.token_ids) - sequence.response_start
+            assert sequence.reference_hidden.shape[0] == count
+            kl = self.kl if "bf16" not in set(self.layers.values()) else 0.001
+            scores.append(
+                ProbeScore(torch.zeros(count), torch.zeros(count), torch.full((count,), kl))
+            )
+        return scores
+
+    async def commit(self, artifact_id: str) -> CommitReport:
+        if self.idle != artifact_id:
+            raise RuntimeError(f"cannot commit {artifact_id}: the idle slot holds {self.idle}")
+        self.live, self.idle = self.idle, self.live
+        return CommitReport(artifact_id, 0, 0, 1e-6, 0.02, 0.01, 0)
+
+    async def discard(self) -> bool:
+        self.idle = None
+        return True
+
+
+class Generators:
+    """The service double: route to the first replica, fan out to all."""
+
+    def __init__(self, count: int = 1) -> None:
+        self.replicas = [Replica() for _ in range(count)]
+        for name in ("stage", "describe", "probe", "commit", "discard"):
+            setattr(self, name, self._endpoint(name))
+
+    def _endpoint(self, name: str) -> Any:
+        async def route(*args: Any) -> Any:
+            return await self.replicas[0].call(name, *args)
+
+        async def fanout(*args: Any) -> list[Any]:
+            results = await asyncio.gather(
+                *(replica.call(name, *args) for replica in self.replicas), return_exceptions=True
+            )
+            for result in results:
+                if isinstance(result, BaseException):
+                    raise result
+            return results
+
+        return SimpleNamespace(route=route, fanout=fanout)
+
+    @property
+    def live(self) -> list[str | None]:
+        return [replica.live for replica in self.replicas]
+
+
+class FakeQuantizer:
+    """The quantizer double: a one-layer artifact of whatever scheme is asked for."""
+
+    def __init__(self, scheme: str = "int8_dynamic") -> None:
+        self.scheme = scheme
+        self.log: list[Any] = []
+        self.faults: dict[str, Any] = {}
+        self.calibrated = False
+        for name in ("load", "calibrate", "quantize", "reference"):
+            setattr(self, name, SimpleNamespace(route=self._route(name)))
+
+    def _route(self, name: str) -> Any:
+        async def route(*args: Any) -> Any:
+            self.log.append((name, args))
+            if name in self.faults:
+                if self.faults[name] == "hang":
+                    await asyncio.sleep(60)
+                raise self.faults[name]
+            return await getattr(self, f"_{name}")(*args)
+
+        return route
+
+    def count(self, name: str) -> int:
+        return sum(entry[0] == name for entry in self.log)
+
+    async def _load(self, version: int) -> QuantizerStatus:
+        static = self.scheme == "int8_static"
+        return QuantizerStatus(version, static and not self.calibrated, {"a": self.scheme})
+
+    async def _calibrate(self, version: int, rollouts: list[Any]) -> None:
+        self.calibrated = True
+
+    async def _quantize(self, version: int, scheme: str | None, fault: str | None) -> ArtifactRef:
+        used = scheme or self.scheme
+        parts = get_scheme(used).quantize(torch.randn(4, 4), absmax=1.0)
+        artifact = QuantizedArtifact.build(
+            policy_version=version,
+            model="toy",
+            layers={"a": used},
+            tensors={f"a.{part}": tensor for part, tensor in parts.items()},
+        )
+        return await store.put_artifact(artifact)
+
+    async def _reference(self, version: int, rollouts: list[Any]) -> list[torch.Tensor]:
+        return [torch.zeros(len(r.token_ids) - r.response_start, 4) for r in rollouts]
+
+
+def episodes(groups: int) -> list[Any]:
+    return [
+        SimpleNamespace(
+            completion=SimpleNamespace(
+                prompt_ids=[group, 2], token_ids=[3, 4, 5], generator_version=0
+            ),
+            reward=1.0,
+            policy_version=0,
+        )
+        for group in range(groups)
+    ]
+
+
+async def launch(generators: Generators, quantizer: FakeQuantizer, offered: int = 40, **settings):
+    cfg = PTQConfig()
+    cfg.probe.min_sequences, cfg.probe.sequences = 4, 8
+    for key, value in settings.items():
+        block, _, name = key.partition("__")
+        setattr(getattr(cfg, block) if name else cfg, name or block, value)
+    ptq = await PTQ.launch(cfg, policy=generators, quantizer=quantizer)
+    await ptq.offer(episodes(offered))
+    return ptq
+
+
+async def committed_id() -> str | None:
+    ref = await store.get_committed()
+    return ref.artifact_id if ref else None
+
+
+async def test_accepted_moves_pointer_and_every_replica():
+    generators = Generators(2)
+    ptq = await launch(generators, FakeQuantizer())
+    verdict = await ptq.publish(1)
+    assert (verdict.outcome, verdict.refused, verdict.probe_sequences) == ("accepted", False, 8)
+    assert verdict.perplexity_rise == pytest.approx(0.01005, rel=1e-3)
+    assert verdict.pause_s == 0.02
+    assert verdict.scheme == "int8_dynamic:1"
+    assert generators.live == [verdict.artifact_id] * 2
+    assert await committed_id() == verdict.artifact_id
+
+
+async def test_too_few_probe_rollouts_cost_nothing():
+    generators, quantizer = Generators(), FakeQuantizer()
+    ptq = await launch(generators, quantizer, offered=4)
+    verdict = await ptq.publish(1)
+    assert verdict.outcome == "kept"
+    assert "not enough probe rollouts: have" in verdict.reason
+    assert "need 4" in verdict.reason
+    assert quantizer.log == []
+    assert generators.replicas[0].calls == []
+
+
+@pytest.mark.parametrize("offered", [0, 40])
+async def test_must_serve_falls_back_to_bf16(offered):
+    generators = Generators()
+    generators.replicas[0].kl = 0.5
+    ptq = await launch(generators, FakeQuantizer(), offered=offered)
+    verdict = await ptq.publish(1, must_serve=True)
+    assert verdict.outcome == "fell_back"
+    assert verdict.scheme == "bf16:1"
+    assert verdict.refused is (offered > 0)
+    assert "then in bf16" in verdict.reason
+    assert generators.live == [verdict.artifact_id]
+    if offered:  # the numbers are those of the refusal
+        assert verdict.perplexity_rise > 0.5
+
+
+async def test_on_reject_bf16_serves_the_same_version_and_reuses_the_reference():
+    generators, quantizer = Generators(), FakeQuantizer()
+    generators.replicas[0].kl = 0.2
+    ptq = await launch(generators, quantizer, guard__on_reject="bf16")
+    verdict = await ptq.publish(1)
+    assert (verdict.outcome, verdict.refused) == ("fell_back", True)
+    assert quantizer.count("reference") == 1
+    generators.replicas[0].kl = 0.01
+    assert (await ptq.publish(2)).outcome == "accepted"
+    assert quantizer.count("reference") == 2
+
+
+async def test_refused_keeps_and_empties_the_idle_slot_and_the_store():
+    generators = Generators()
+    ptq = await launch(generators, FakeQuantizer())
+    first = await ptq.publish(1)
+    generators.replicas[0].kl = 0.2
+    second = await ptq.publish(2)
+    assert (second.outcome, second.refused) == ("kept", True)
+    assert "limit 3.00%" in second.reason
+    assert generators.live == [first.artifact_id]
+    assert generators.replicas[0].idle is None
+    assert await committed_id() == first.artifact_id
+    with pytest.raises(store.StoreError):
+        await store.get_manifest(ArtifactRef(second.artifact_id, 2))
+
+
+@pytest.mark.parametrize("fault", [RuntimeError("boom"), "hang"])
+@pytest.mark.parametrize("phase", ["load", "quantize", "reference", "stage", "describe", "probe"])
+async def test_any_phase_that_fails_or_hangs_keeps_what_serves(phase, fault):
+    generators, quantizer = Generators(2), FakeQuantizer()
+    ptq = await launch(generators, quantizer)
+    first = await ptq.publish(1)
+    for limit in ("quantize_s", "stage_s", "probe_s", "commit_s"):
+        setattr(ptq.cfg.deadlines, limit, 0.5 if fault == "hang" else 10.0)
+    target = quantizer if hasattr(quantizer, f"_{phase}") else generators.replicas[0]
+    target.faults[phase] = fault
+    second = await ptq.publish(2)
+    assert second.outcome == "kept"
+    expected = f"no answer to {phase} within 0.5 s" if fault == "hang" else "boom"
+    assert expected in second.reason
+    assert not second.refused
+    assert generators.live == [first.artifact_id] * 2
+    assert all(replica.idle is None for replica in generators.replicas) or phase in (
+        "load",
+        "quantize",
+    )
+    assert await committed_id() == first.artifact_id
+    target.faults.clear()
+    third = await ptq.publish(3)
+    assert third.outcome == "accepted"
+    assert generators.live == [third.artifact_id] * 2
+
+
+@pytest.mark.parametrize("phase", ["stage", "describe"])
+async def test_a_replica_that_dies_before_commit_keeps(phase):
+    generators = Generators(2)
+    ptq = await launch(generators, FakeQuantizer())
+    first = await ptq.publish(1)
+    generators.replicas[1].faults[phase] = "die"
+    verdict = await ptq.publish(2)
+    assert verdict.outcome == "kept"
+    assert "1 of 2 generator replicas died" in verdict.reason
+    assert generators.live == [first.artifact_id] * 2
+
+
+@pytest.mark.parametrize("count", [1, 2])
+async def test_a_replica_that_dies_in_commit_comes_back_with_the_new_artifact(count):
+    generators = Generators(count)
+    ptq = await launch(generators, FakeQuantizer())
+    await ptq.publish(1)
+    generators.replicas[-1].faults["commit"] = "die"
+    verdict = await ptq.publish(2)
+    assert verdict.outcome == "accepted"
+    assert generators.live == [verdict.artifact_id] * count
+    assert await committed_id() == verdict.artifact_id
+
+
+async def test_no_replica_flips_and_the_pointer_moves_back():
+    generators = Generators(2)
+    ptq = await launch(generators, FakeQuantizer())
+    first = await ptq.publish(1)
+    for replica in generators.replicas:
+        replica.faults["commit"] = RuntimeError("not staged")
+    verdict = await ptq.publish(2)
+    assert verdict.outcome == "kept"
+    assert "no generator replica would flip: not staged" in verdict.reason
+    assert generators.live == [first.artifact_id] * 2
+    assert await committed_id() == first.artifact_id
+
+
+async def test_a_replica_left_behind_is_brought_along():
+    # It came back between stage and commit: its idle slot is empty, the other one has flipped.
+    generators = Generators(2)
+    ptq = await launch(generators, FakeQuantizer())
+    await ptq.publish(1)
+    lagging = generators.replicas[1]
+
+    def respawned_once() -> None:
+        lagging.idle = None
+        lagging.faults.clear()
+
+    lagging.faults["commit"] = respawned_once
+    verdict = await ptq.publish(2)
+    assert verdict.outcome == "accepted"
+    assert generators.live == [verdict.artifact_id] * 2
+    assert await committed_id() == verdict.artifact_id
+
+
+async def test_an_engine_that_runs_another_scheme_is_refused():
+    generators = Generators()
+    ptq = await launch(generators, FakeQuantizer())
+    real = generators.replicas[0].describe
+
+    async def lying() -> dict[str, Any]:
+        description = await real()
+        description["slots"][1]["layers"] = {"a": "bf16"}
+        return description
+
+    generators.replicas[0].describe = lying
+    verdict = await ptq.publish(1)
+    assert verdict.outcome == "kept"
+    assert verdict.reason.startswith("audit: ")
+
+
+async def test_older_versions_and_closed_publishers_do_nothing():
+    generators, quantizer = Generators(), FakeQuantizer()
+    ptq = await launch(generators, quantizer)
+    await ptq.publish(5)
+    before = len(quantizer.log)
+    assert (await ptq.publish(4)).reason == "version 5 serves already"
+    await ptq.close()
+    assert (await ptq.publish(6)).reason == "PTQ is closed"
+    assert len(quantizer.log) == before
+
+
+async def test_publishes_take_turns():
+    generators, quantizer = Generators(), FakeQuantizer()
+    ptq = await launch(generators, quantizer)
+    verdicts = await asyncio.gather(*(ptq.publish(version) for version in (1, 2, 3)))
+    assert [v.outcome for v in verdicts] == ["accepted"] * 3
+    assert [args[0] for name, args in quantizer.log if name == "load"] == [1, 2, 3]
+    assert generators.live == [verdicts[2].artifact_id]
+    assert ptq.verdicts == verdicts
+
+
+async def test_calibration_period_and_after_a_respawn():
+    quantizer = FakeQuantizer("int8_static")
+    ptq = await launch(Generators(), quantizer, calibrate_every=2)
+    calibrated = [(await ptq.publish(version)).calibrated for version in range(1, 6)]
+    assert calibrated == [True, False, True, False, True]
+    quantizer.calibrated = False
+    assert (await ptq.publish(6)).calibrated
+
+
+async def test_quantization_off_serves_bf16_unprobed():
+    generators, quantizer = Generators(), FakeQuantizer()
+    ptq = await launch(generators, quantizer, offered=0, enabled=False)
+    verdict = await ptq.publish(1)
+    assert (verdict.outcome, verdict.scheme) == ("accepted", "bf16:1")
+    assert quantizer.count("reference") == 0
+
+
+async def test_retention_keeps_what_serves_and_the_one_before():
+    generators = Generators()
+    ptq = await launch(generators, FakeQuantizer())
+    refs = []
+    for version in range(1, 6):
+        await store.put_weights(version, {"w": torch.ones(1)})
+        verdict = await ptq.publish(version)
+        refs.append(ArtifactRef(verdict.artifact_id, version))
+    assert await store.weight_versions() == [4, 5]
+    for ref in refs[:3]:
+        with pytest.raises(store.StoreError):
+            await store.get_manifest(ref)
+    for ref in refs[3:]:
+        await store.get_manifest(ref)
+
+
+async def test_a_new_publisher_knows_what_serves():
+    generators = Generators()
+    await (await launch(generators, FakeQuantizer())).publish(7)
+    ptq = await launch(generators, FakeQuantizer())
+    assert (await ptq.publish(6)).reason == "version 7 serves already"
+
+
+async def test_injected_fault_reaches_only_its_version():
+    quantizer = FakeQuantizer()
+    cfg = PTQConfig()
+    cfg.probe.min_sequences = 4
+    inject = SimpleNamespace(step=2, fault="corrupt_scales")
+    ptq = await PTQ.launch(cfg, policy=Generators(), quantizer=quantizer, inject=inject)
+    await ptq.offer(episodes(40))
+    for version in (1, 2, 3):
+        await ptq.publish(version)
+    faults = [args[2] for name, args in quantizer.log if name == "quantize"]
+    assert faults == [None, "corrupt_scales", None]
+
+
+async def test_cancelling_a_publish_empties_the_idle_slot():
+    generators = Generators()
+    ptq = await launch(generators, FakeQuantizer(), deadlines__probe_s=30.0)
+    generators.replicas[0].faults["probe"] = "hang"
+    task = asyncio.create_task(ptq.publish(1))
+    await asyncio.wait({task}, timeout=1.0)
+    assert generators.replicas[0].calls[-1] == "probe"
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert generators.replicas[0].idle is None
+    assert generators.live == [None]
+    generators.replicas[0].faults.clear()
+    assert (await ptq.publish(2)).outcome == "accepted"
