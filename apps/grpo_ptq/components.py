@@ -1,0 +1,143 @@
+"""Everything that one GRPO run spawns, started side by side."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from forge_ptq import runtime, store
+from forge_ptq.config import RunConfig, to_plain
+from forge_ptq.engine.generator import QuantizedGenerator
+from forge_ptq.loss import GRPOLoss
+from forge_ptq.observe.report import RunReport
+from forge_ptq.services.ptq import PTQ
+from forge_ptq.services.quantizer import Quantizer
+from forge_ptq.training.reference_model import ReferenceModel
+from forge_ptq.training.trainer import TitanTrainer
+
+from .tasks import ComputeAdvantages, DatasetActor, RewardActor, collate
+
+CLOSE_TIMEOUT_S = 20.0
+
+
+@dataclass
+class Components:
+    """Handles of the actors and services of one run."""
+
+    dataset: Any
+    policy: Any
+    rewards: Any
+    advantages: Any
+    ref_model: Any
+    replay_buffer: Any
+    trainer: Any
+    metric_logger: Any
+    quantizer: Any = None
+    ptq: PTQ | None = None
+
+    async def train_step(self, inputs: Any, targets: Any) -> dict[str, float]:
+        """One step on every rank; the metrics are over all ranks and equal on each."""
+        return _first(await self.trainer.train_step.call(inputs, targets))
+
+    async def resume_step(self) -> int:
+        """Steps that the trainer's checkpoint holds."""
+        return _first(await self.trainer.resume_step.call())
+
+    async def pids(self) -> dict[str, list[int]]:
+        """Process ids by component, for operators and for tests that kill them."""
+        others = ("ptq", "metric_logger")
+        handles = {k: v for k, v in vars(self).items() if k not in others and v is not None}
+        return {name: await runtime.pids(handle) for name, handle in handles.items()}
+
+    async def close(self) -> None:
+        """Ends what must end in order: publishes, metrics, the store. Processes end afterwards."""
+        async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            if self.ptq is not None:
+                await self.ptq.close()
+            await self.metric_logger.shutdown.call_one()
+            await store.shutdown()
+
+
+def _first(results: Any) -> Any:
+    """Rank 0's entry of a ValueMesh."""
+    return next(iter(results.values()))
+
+
+async def launch(cfg: RunConfig, report: RunReport) -> Components:
+    """Spawns and sets up all components. Raises what the first failing one raises."""
+    plain = to_plain(cfg)
+    actors, services = plain["actors"], plain["services"]
+    plain["trainer"]["checkpoint"]["folder"] = str(
+        report.run_dir.checkpoint(cfg.trainer.checkpoint.folder)
+    )
+    await runtime.init_provisioner(provisioner_config(cfg))
+    metric_logger = await runtime.get_or_create_metric_logger(process_name="Controller")
+    with report.phase("start/store"):
+        await store.initialize()
+
+    async def started(name: str, spawning: Any) -> Any:
+        with report.phase(f"start/{name}"):
+            handle = await spawning
+        report.note(f"{name} is up")
+        return handle
+
+    spawning = {
+        "dataset": DatasetActor.options(**actors["dataset"]).as_actor(**plain["dataset"]),
+        "policy": QuantizedGenerator.options(**services["policy"]).as_service(**plain["policy"]),
+        "rewards": RewardActor.options(**services["reward_actor"]).as_service(**plain["reward"]),
+        "advantages": ComputeAdvantages.options(**actors["compute_advantages"]).as_actor(),
+        "ref_model": ReferenceModel.options(**services["ref_model"]).as_service(
+            **plain["ref_model"]
+        ),
+        "replay_buffer": runtime.ReplayBuffer.options(**actors["replay_buffer"]).as_actor(
+            **plain["replay_buffer"], collate=collate
+        ),
+        "trainer": TitanTrainer.options(**actors["trainer"]).as_actor(
+            **plain["trainer"], loss=GRPOLoss(**plain["loss"])
+        ),
+    }
+    if cfg.ptq.enabled:
+        spawning["quantizer"] = Quantizer.options(**services["quantizer"]).as_service(
+            model_path=cfg.model, plan=plain["ptq"]["plan"]
+        )
+    async with asyncio.TaskGroup() as group:
+        tasks = {name: group.create_task(started(name, s)) for name, s in spawning.items()}
+    forge = Components(
+        **{name: task.result() for name, task in tasks.items()}, metric_logger=metric_logger
+    )
+    if cfg.ptq.enabled:
+        forge.ptq = await PTQ.launch(
+            cfg.ptq, policy=forge.policy, quantizer=forge.quantizer, inject=cfg.debug.inject
+        )
+    await metric_logger.init_backends.call_one(backends(cfg, report))
+    pids = report.run_dir.path / "pids.json"
+    pids.write_text(json.dumps(await forge.pids(), indent=2))
+    return forge
+
+
+def provisioner_config(cfg: RunConfig) -> runtime.ProvisionerConfig | None:
+    """The scheduler that hands out hosts; None for this machine alone."""
+    if cfg.provisioner is None:
+        return None
+    launcher = runtime.LauncherConfig(
+        launcher=cfg.provisioner.launcher, job_name=cfg.provisioner.job_name
+    )
+    return runtime.ProvisionerConfig(launcher_config=launcher)
+
+
+def backends(cfg: RunConfig, report: RunReport) -> dict[str, Any]:
+    """The `metric_logging` block for the metric logger. The console is the report's."""
+    wandb = cfg.metric_logging.wandb
+    if wandb is None:
+        return {}
+    folder = report.run_dir
+    settings = to_plain(wandb)
+    settings["name"] = wandb.name or folder.name
+    # One id per run folder, so that a resumed run goes on in the same W&B run.
+    settings["id"] = wandb.id or folder.name
+    settings["resume"] = wandb.resume or "allow"
+    settings["dir"] = str(folder.path)
+    settings["config"] = to_plain(cfg)
+    return {"wandb": settings}

@@ -1,0 +1,217 @@
+"""GRPO whose rollouts run quantized.
+
+    python -m apps.grpo_ptq.main --config configs/tiny_cpu.yaml [key.path=value ...]
+
+Two loops run side by side. *Rollouts*: a prompt, `group_size` responses of the generator (INT8),
+rewards, group advantages, reference log-probabilities, into the replay buffer. *Training*: a batch
+from the buffer, one optimizer step, the new weights into TorchStore, and `ptq.publish(version)`,
+which quantizes them, stages them beside the serving slot, probes them and, if they pass the gate,
+flips to them. With `off_by_n: 0` rollouts wait for each publish; otherwise rollouts, the publish
+and the next training step overlap, and an episode may trail the trainer by `off_by_n` versions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+import uuid
+from typing import Any
+
+import torch
+
+from forge_ptq.config import RunConfig
+from forge_ptq.observe.report import RunReport
+from forge_ptq.runtime import Completion, Reduce, record_metric
+
+from .components import Components, launch
+from .entry import run_app
+from .pacing import RolloutBudget
+from .tasks import Episode, Group
+
+BUFFER_POLL_S = 0.02
+
+
+async def main(cfg: RunConfig, report: RunReport) -> None:
+    """One run, from start to the last training step. Raises the first failure of any part."""
+    forge = await launch(cfg, report)
+    try:
+        start = await resume(cfg, forge, report)
+        budget = RolloutBudget(batch_episodes(cfg), cfg.off_by_n)
+        async with asyncio.TaskGroup() as tasks:
+            rollouts = [
+                tasks.create_task(continuous_rollouts(cfg, forge, budget, report))
+                for _ in range(cfg.rollout_threads)
+            ]
+            await continuous_training(cfg, forge, budget, report, start)
+            for task in rollouts:
+                task.cancel()
+    finally:
+        await forge.close()
+
+
+def batch_episodes(cfg: RunConfig) -> int:
+    """Episodes of one training step, over all data-parallel ranks."""
+    return cfg.replay_buffer.batch_size * cfg.replay_buffer.dp_size
+
+
+async def resume(cfg: RunConfig, forge: Components, report: RunReport) -> int:
+    """Training steps that a checkpoint already holds. Its weights go to the generator, in full
+    precision, since nothing can be probed before there are rollouts."""
+    step: int = await forge.resume_step()
+    if step:
+        report.restore(step)
+        report.note(f"resuming after step {step}")
+        await forge.dataset.seek.call_one(step * batch_episodes(cfg) // cfg.group_size)
+        await forge.trainer.push_weights.call(step)
+        await publish(cfg, forge, report, step)
+    return step
+
+
+# ---- rollouts ---- #
+
+
+async def continuous_rollouts(
+    cfg: RunConfig, forge: Components, budget: RolloutBudget, report: RunReport
+) -> None:
+    """Keeps the replay buffer filled with groups of episodes, as far ahead as `budget` allows."""
+    pad_id: int = await forge.dataset.pad_token.call_one()
+    while True:
+        await budget.acquire(cfg.group_size)
+        kept = 0
+        try:
+            group = await rollout(cfg, forge, pad_id, report)
+            for episode in group:
+                await forge.replay_buffer.add.call_one(episode)
+            kept = len(group)
+            if forge.ptq is not None:
+                await forge.ptq.offer(group)
+        finally:
+            await budget.delivered(cfg.group_size, kept)
+
+
+async def rollout(cfg: RunConfig, forge: Components, pad_id: int, report: RunReport) -> Group:
+    """One prompt, its responses, and all that training needs to know of them."""
+    with report.phase("rollout/prompt"):
+        sample = await forge.dataset.sample.call_one()
+        prompt, target = sample["request"], sample["target"]
+
+    with report.phase("rollout/generate"):
+        completions: list[Completion] = await forge.policy.generate.route(prompt)
+    group = [
+        Episode(
+            episode_id=str(uuid.uuid4()),
+            pad_id=pad_id,
+            request_len=cfg.max_req_tokens,
+            response_len=cfg.max_res_tokens,
+            target=target,
+            completion=completion,
+        )
+        for completion in completions
+    ]
+
+    with report.phase("rollout/reward"):
+        for episode, completion in zip(group, completions, strict=True):
+            episode.reward = await forge.rewards.evaluate_response.route(
+                prompt=prompt, response=completion.text, target=target
+            )
+        advantages = await forge.advantages.compute.call_one(group)
+
+    with report.phase("rollout/reference"):
+        input_ids = torch.stack([torch.cat([e.request_tensor, e.response_tensor]) for e in group])
+        ref_logprobs = await forge.ref_model.forward.route(
+            input_ids,
+            cfg.max_req_tokens,
+            return_logprobs=True,
+            prompt_lens=torch.tensor([e.prompt_length for e in group]),
+        )
+    for episode, advantage, logprobs in zip(group, advantages, ref_logprobs, strict=True):
+        episode.advantage, episode.ref_logprobs = advantage, logprobs
+
+    tokens = sum(e.response_length for e in group)
+    record_metric("main/rollout/response_tokens", tokens, Reduce.SUM)
+    rewards = [e.reward for e in group if e.reward is not None]
+    for version in {e.policy_version for e in group}:
+        report.add_rollout(tokens=0, version=version)
+    report.add_rollout(tokens=tokens, rewards=rewards)
+    return group
+
+
+# ---- training ---- #
+
+
+async def continuous_training(
+    cfg: RunConfig, forge: Components, budget: RolloutBudget, report: RunReport, step: int
+) -> None:
+    """Trains until `trainer.training.steps`, publishing new versions to the generator."""
+    publishing: asyncio.Task[None] | None = None
+    batch_size = batch_episodes(cfg)
+    try:
+        while step < cfg.trainer.training.steps:
+            with report.phase("train/wait_for_rollouts"):
+                inputs, targets = await next_batch(forge, budget, step)
+            if cfg.off_by_n:
+                await budget.release(batch_size)
+
+            with report.phase("train/step"):
+                metrics = await forge.train_step(inputs, targets)
+            step += 1
+
+            if publishing:
+                with report.phase("train/wait_for_publish"):
+                    await publishing
+            if step % cfg.ptq.publish_every == 0 or step == cfg.trainer.training.steps:
+                with report.phase("train/push_weights"):
+                    await forge.trainer.push_weights.call(step)
+                publishing = asyncio.create_task(publish(cfg, forge, report, step))
+            if cfg.off_by_n == 0:
+                if publishing:
+                    await publishing
+                await budget.release(batch_size)
+
+            await end_step(forge, report, step, metrics)
+        if publishing:
+            await publishing
+    finally:
+        if publishing:
+            publishing.cancel()
+
+
+async def next_batch(forge: Components, budget: RolloutBudget, step: int) -> Any:
+    """Waits until the buffer holds a batch that is young enough for version `step`."""
+    while (batch := await forge.replay_buffer.sample.call_one(curr_policy_version=step)) is None:
+        await budget.reclaim_evicted()
+        await asyncio.sleep(BUFFER_POLL_S)
+    return batch
+
+
+async def publish(cfg: RunConfig, forge: Components, report: RunReport, version: int) -> None:
+    """Offers `version` to the generator. A refused one leaves the last good version serving; where
+    that would be too old to train on, the new version is served in full precision instead."""
+    with report.phase("publish"):
+        if forge.ptq is None:
+            await forge.policy.update_weights.fanout(version)
+            return
+        too_old = version - forge.ptq.served_version > cfg.off_by_n
+        verdict = await forge.ptq.publish(version, must_serve=too_old)
+    report.add_publish(verdict)
+    if verdict.outcome == "kept" and too_old:
+        raise RuntimeError(
+            f"version {version} could not be served ({verdict.reason}) and version "
+            f"{forge.ptq.served_version} is too old for off_by_n = {cfg.off_by_n}"
+        )
+
+
+async def end_step(
+    forge: Components, report: RunReport, step: int, metrics: dict[str, float]
+) -> None:
+    """Metrics of all processes to W&B and the console, and the run's summary to its folder."""
+    with report.phase("train/metrics"):
+        reduced = await forge.metric_logger.flush.call_one(step)
+    age = reduced.get("buffer/sample/max_sampled_policy_age", math.nan)
+    metrics = {f"train_{k}" if k == "tokens" else k: v for k, v in metrics.items() if k != "step"}
+    report.end_step(step, metrics={**metrics, "policy_age_max": age})
+
+
+if __name__ == "__main__":
+    sys.exit(run_app(main, __doc__ or ""))

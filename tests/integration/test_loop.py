@@ -1,0 +1,79 @@
+"""The whole command on a small random policy: what a run leaves behind, and that it gates."""
+
+import json
+import re
+
+import pytest
+import yaml
+
+from tests.loop import Run, make_policy
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    return make_policy(tmp_path_factory.mktemp("policy") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def asynchronous(policy, tmp_path_factory):
+    """A run of 8 steps whose candidate of version 5 has corrupt scales."""
+    settings = ("trainer.training.steps=8", "debug.inject={step: 5, fault: corrupt_scales}")
+    with Run(policy, tmp_path_factory.mktemp("outputs"), "asynchronous", *settings) as run:
+        code, output = run.finish()
+        assert code == 0, output
+        yield run, output
+
+
+def test_summary_has_what_the_readme_promises(asynchronous):
+    run, _ = asynchronous
+    summary = run.summary()
+    assert summary["status"] == "completed"
+    assert summary["steps"] == 8
+    assert summary["accepted"] >= 3
+    for key in ("reward_first10", "reward_last10", "tokens_per_s", "wall_s", "first_rollout_s"):
+        assert summary[key] is not None, key
+    for record in summary["publishes"]:
+        assert {"version", "verdict", "perplexity_rise", "kl", "stage_s", "pause_s", "bytes"} <= (
+            record.keys()
+        )
+
+
+def test_corrupt_candidate_is_refused_and_never_serves(asynchronous):
+    run, _ = asynchronous
+    by_version = {p["version"]: p for p in run.summary()["publishes"]}
+    assert by_version[5]["verdict"] == "kept", by_version[5]
+    assert by_version[5]["perplexity_rise"] > 0.03
+    assert 5 not in run.summary()["served_versions"]
+    assert by_version[4]["verdict"] == by_version[6]["verdict"] == "accepted"
+
+
+def test_files_of_a_run(asynchronous):
+    run, output = asynchronous
+    assert (run.folder / "summary.png").stat().st_size > 10_000
+    config = yaml.safe_load((run.folder / "config.yaml").read_text())
+    assert config["trainer"]["training"]["steps"] == 8
+    assert list(run.folder.glob("wandb/offline-run-*/run-*.wandb"))
+    logs = {path.name for path in (run.folder / "logs").iterdir()}
+    assert {"policy.log", "trainer.log", "client.log"} <= logs
+    assert "WARNING" not in output, "third-party logs belong into files"
+    assert re.search(r"step 8/8", output)
+
+
+def test_light_actors_share_a_process(asynchronous):
+    run, _ = asynchronous
+    pids = json.loads((run.folder / "pids.json").read_text())
+    light = {pids[name][0] for name in ("dataset", "rewards", "advantages", "replay_buffer")}
+    assert len(light) == 1
+    assert len({pids[name][0] for name in ("policy", "trainer", "ref_model", "quantizer")}) == 4
+
+
+def test_synchronous_run(policy, tmp_path):
+    settings = ("trainer.training.steps=4", "off_by_n=0")
+    with Run(policy, tmp_path, "synchronous", *settings) as run:
+        code, output = run.finish()
+        summary = run.summary()
+    assert code == 0, output
+    assert summary["steps"] == 4
+    assert all(record["policy_age_max"] == 0 for record in summary["history"])
