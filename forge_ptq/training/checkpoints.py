@@ -51,11 +51,17 @@ def save(
     """Writes the checkpoint of `step`; all ranks call it together. Returns its folder.
 
     `tensors` goes to torch.distributed.checkpoint, `state` (JSON) to state.json. Afterwards all but
-    the newest `keep` are removed; 0 keeps all. A checkpoint of the same step is replaced.
+    the newest `keep` are removed; 0 keeps all. Where the step is saved already only its state is
+    written anew: its tensors are the same, and taking it away first would risk having none.
     """
     final = path_of(folder, step)
     writing = folder / f".writing-{final.name}"
     leader = not dist.is_initialized() or dist.get_rank() == 0
+    if step in complete_steps(folder):
+        _barrier()  # every rank has looked before anything changes
+        if leader:
+            write_text(final / STATE, json.dumps({**state, "step": step}))
+        return final
     if leader:
         folder.mkdir(parents=True, exist_ok=True)
         for leftover in folder.glob(".writing-*"):
@@ -65,9 +71,6 @@ def save(
     if leader:
         write_text(writing / STATE, json.dumps({**state, "step": step}))
         _sync_folder(writing)
-        if final.exists():
-            # Move the old one away first: a rename cannot replace a folder that has files.
-            final.rename(folder / f".writing-replaced-{final.name}")
         writing.rename(final)
         _sync_folder(folder)
         write_text(folder / LATEST, final.name + "\n")
