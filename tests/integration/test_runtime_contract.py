@@ -354,10 +354,8 @@ async def test_queue_is_bounded(rt: Any) -> None:
     requests = [service.wait.route(0.2) for _ in range(8)]
     results = await asyncio.gather(*requests, return_exceptions=True)
     refused = [result for result in results if isinstance(result, QueueFull)]
-    assert [type(result) for result in results if result not in refused] == [int] * (
-        8 - len(refused)
-    )
-    assert len(refused) in ((5,) if rt.NAME == "own" else (4, 5, 6))
+    assert len(refused) == 5
+    assert sum(isinstance(result, int) for result in results) == 3
     assert "max_queued_requests = 2" in str(refused[0])
     assert isinstance(await service.wait.route(0.0), int)
 

@@ -64,14 +64,18 @@ class ForgeActor(TorchforgeActor):
         except BaseException:
             await release(spawned)
             raise
-        actor.request_timeout_s = cfg.request_timeout_s
-        actor.unwrap_errors = False  # torchforge's Replica tells errors from deaths by ActorError
+        # torchforge's Replica takes any exception but ActorError for its actor's death, so that
+        # deadlines are left to ServiceEndpoint.
+        actor.request_timeout_s = None
+        actor.unwrap_errors = False
         return actor
 
     @classmethod
     async def as_actor(cls, *args: Any, **kwargs: Any) -> Any:
         """Spawns one actor (an ActorHandle)."""
         actor = await cls.launch(*args, **kwargs)
+        fields = {k: v for k, v in cls._options.items() if k in _PROCESS_FIELDS}
+        actor.request_timeout_s = ProcessConfig(**fields).request_timeout_s
         actor.unwrap_errors = True
         return actor
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from forge.controller.service import ServiceInterface as TorchforgeInterface
@@ -21,11 +23,41 @@ from forge_ptq.runtime.own.types import (
 _POLL_S = 0.05
 
 
+def _look_at_exception(request: asyncio.Future[Any]) -> None:
+    """Keeps asyncio from reporting the failure of a request that nobody waits for any more."""
+    if not request.cancelled():
+        request.exception()
+
+
+class Gate:
+    """Admits as many requests to a service as its replicas and its queue may hold."""
+
+    def __init__(self, cfg: ServiceConfig) -> None:
+        working = cfg.num_replicas * cfg.replica_max_concurrent_requests
+        self._max_queued = cfg.max_queued_requests
+        self._limit = working + cfg.max_queued_requests
+        self._inside = 0
+
+    @contextmanager
+    def admit(self, what: str) -> Iterator[None]:
+        """Counts one request while it is inside; QueueFull if there is no room."""
+        if self._inside >= self._limit:
+            raise QueueFull(f"{what}: the queue is full (max_queued_requests = {self._max_queued})")
+        self._inside += 1
+        try:
+            yield
+        finally:
+            self._inside -= 1
+
+
 class ServiceEndpoint:
     """`route` and `fanout` of torchforge's endpoint, with our failures."""
 
-    def __init__(self, inner: TorchforgeEndpoint, cfg: ServiceConfig, name: str) -> None:
+    def __init__(
+        self, inner: TorchforgeEndpoint, cfg: ServiceConfig, gate: Gate, name: str
+    ) -> None:
         self._inner = inner
+        self._gate = gate
         self._service = inner.service
         self._cfg = cfg
         self._what = f"{name}.{inner.endpoint_name}"
@@ -35,6 +67,8 @@ class ServiceEndpoint:
 
     async def _wait_healthy(self) -> None:
         limit = time.monotonic() + self._cfg.unavailable_timeout_s
+        if self._service._shutdown_requested:
+            raise ServiceUnavailable(f"{self._what}: the service is shut down")
         while not self._any_healthy():
             if time.monotonic() > limit:
                 raise ServiceUnavailable(
@@ -45,14 +79,11 @@ class ServiceEndpoint:
 
     async def route(self, *args: Any, **kwargs: Any) -> Any:
         """One replica's result; see own.service.Service.route for what it raises."""
-        queued = sum(replica.qsize() for replica in self._service._replicas)
-        limit = self._cfg.max_queued_requests
-        if queued >= limit:
-            raise QueueFull(f"{self._what}: {queued} requests wait (max_queued_requests = {limit})")
         deadline = asyncio.timeout(self._cfg.request_timeout_s)
         try:
-            async with deadline:
-                return await self._route(args, kwargs)
+            with self._gate.admit(self._what):
+                async with deadline:
+                    return await self._route(args, kwargs)
         except TimeoutError as error:
             if not deadline.expired():
                 raise
@@ -62,11 +93,12 @@ class ServiceEndpoint:
     async def _route(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         for _ in range(self._cfg.max_attempts):
             await self._wait_healthy()
+            request = asyncio.ensure_future(self._inner.route(*args, **kwargs))
+            request.add_done_callback(_look_at_exception)
             try:
-                result = await self._inner.route(*args, **kwargs)
-            except (RuntimeError, ActorDied) as error:
-                if self._any_healthy():
-                    raise
+                # torchforge's replica cannot bear that a request which it works on is cancelled.
+                result = await asyncio.shield(request)
+            except RuntimeError as error:  # a replica died, or none was there to take it
                 last: BaseException = error
                 continue
             if isinstance(result, BaseException):  # torchforge returns what the endpoint raised
@@ -98,9 +130,10 @@ class ServiceInterface(TorchforgeInterface):
     def __init__(self, service: Any, actor_def: type, cfg: ServiceConfig) -> None:
         super().__init__(service, actor_def)
         self._callbacks: list[Any] = []
+        gate = Gate(cfg)
         for key, value in list(self.__dict__.items()):
             if isinstance(value, TorchforgeEndpoint):
-                setattr(self, key, ServiceEndpoint(value, cfg, actor_def.__name__))
+                setattr(self, key, ServiceEndpoint(value, cfg, gate, actor_def.__name__))
 
     def pids(self) -> list[int]:
         """Pids of all replicas, in order of replica and rank."""
