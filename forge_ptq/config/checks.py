@@ -119,13 +119,13 @@ def _trainer(config: RunConfig, problems: Problems) -> None:
     if dp and replay.dp_size != dp:
         message = f"got {replay.dp_size}, expected {dp}, the trainer's data-parallel degree"
         problems.append(("replay_buffer.dp_size", message))
-    for where, have in (
-        ("trainer.training.local_batch_size", trainer.training.local_batch_size),
-        ("replay_buffer.batch_size", replay.batch_size),
-    ):
-        if have != config.local_batch_size:
-            message = f"got {have}, expected local_batch_size = {config.local_batch_size}"
-            problems.append((where, message))
+    if replay.batch_size != config.local_batch_size:
+        message = f"got {replay.batch_size}, expected local_batch_size = {config.local_batch_size}"
+        problems.append(("replay_buffer.batch_size", message))
+    micro = trainer.training.local_batch_size
+    if micro > config.local_batch_size or config.local_batch_size % micro:
+        message = f"got {micro}, expected a divisor of local_batch_size = {config.local_batch_size}"
+        problems.append(("trainer.training.local_batch_size", message))
     age = replay.max_policy_age
     if age is None or age > config.off_by_n:
         message = f"got {age}, expected 0 to off_by_n = {config.off_by_n}"

@@ -67,7 +67,7 @@ class TrainingConfig(Block):
     """Batch, length and precision of training."""
 
     local_batch_size: PositiveInt = 8
-    """Episodes per step and data-parallel rank."""
+    """Episodes per forward pass; a larger batch is done in several passes."""
 
     seq_len: PositiveInt = 2048
     """Longest sequence, prompt and response together."""

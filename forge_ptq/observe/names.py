@@ -1,0 +1,136 @@
+"""Every metric: its name, how values of one step become one number, what it means.
+
+The names are stable: dashboards rely on them. Names that torchforge has keep its spelling. A test
+compares the list with what the code records, so a new metric comes with its line here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Reduction = Literal["mean", "sum", "max", "min", "std"]
+
+
+@dataclass(frozen=True)
+class MetricName:
+    """One metric. `reduction` combines the values of one step over all processes."""
+
+    name: str
+    reduction: Reduction
+    meaning: str
+
+
+def _metrics(prefix: str, *entries: tuple[str, Reduction, str]) -> list[MetricName]:
+    return [MetricName(f"{prefix}/{name}", reduction, text) for name, reduction, text in entries]
+
+
+METRICS: tuple[MetricName, ...] = (
+    *_metrics(
+        "reward/evaluate_response",
+        ("avg_total_reward", "mean", "reward of a response"),
+        ("std_total_reward", "std", "spread of the rewards"),
+        ("avg_correct", "mean", "share of right answers"),
+        ("avg_formatted", "mean", "share of responses in which an answer was found"),
+        ("count_calls", "sum", "responses scored"),
+    ),
+    *_metrics(
+        "ptq/publish",
+        ("accepted", "sum", "candidates that serve"),
+        ("refused", "sum", "candidates that the gate turned down"),
+        ("fell_back", "sum", "versions served in bf16 instead"),
+        ("kept", "sum", "publishes after which the last good version serves on"),
+        ("perplexity_rise", "mean", "relative rise over the full-precision policy, by KL"),
+        ("nll_perplexity_rise", "mean", "the same by paired NLL of the sampled tokens"),
+        ("kl", "mean", "KL(full precision || candidate), nats per token"),
+        ("worst_sequence_rise", "max", "perplexity rise of the worst probe sequence"),
+        ("probe_tokens", "mean", "tokens that the verdict rests on"),
+        ("quantize_s", "mean", "load, calibrate, quantize and store, seconds"),
+        ("stage_s", "mean", "fill the idle slot, seconds"),
+        ("probe_s", "mean", "score candidate and reference, seconds"),
+        ("pause_s", "max", "longest wait of running sequences for a step, seconds"),
+        ("wall_s", "mean", "the whole publish, seconds"),
+        ("bytes", "mean", "size of the artifact"),
+    ),
+    *_metrics(
+        "rl_trainer",
+        ("avg_loss", "mean", "GRPO loss"),
+        ("policy_loss", "mean", "its policy term, per token"),
+        ("kl_ref", "mean", "KL to the reference policy, nats per token (k3)"),
+        ("entropy", "mean", "entropy of the policy, nats per token"),
+        ("logprob", "mean", "log-probability of the sampled tokens under the trainer"),
+        ("mismatch_k1", "mean", "KL(generator || trainer), nats per token, k1 estimate"),
+        ("mismatch_k3", "mean", "the same, k3 estimate: never negative, less noise"),
+        ("ratio", "mean", "trainer over generator probability of a sampled token"),
+        ("ratio_max", "max", "the largest of them"),
+        ("ratio_capped", "mean", "share of tokens whose ratio is over loss.tis_cap"),
+        ("grad_norm", "mean", "gradient norm before clipping"),
+        ("learning_rate", "mean", "learning rate"),
+        ("tokens", "sum", "response tokens trained on"),
+        ("step", "max", "training step"),
+        ("skipped", "sum", "updates left out because their gradient was not finite"),
+        ("skipped_total", "max", "the same since the start"),
+        ("seconds", "mean", "one training step, seconds"),
+        ("push_weights_s", "mean", "weights into TorchStore, seconds"),
+        ("save_s", "mean", "one checkpoint, seconds"),
+    ),
+    *_metrics(
+        "generator",
+        ("generate/count_requests", "sum", "prompts"),
+        ("generate/count_sequences_completed", "sum", "responses"),
+        ("generate/sum_tokens_generated", "sum", "response tokens"),
+        ("generate/avg_tokens_generated", "mean", "response tokens per prompt"),
+    ),
+    *_metrics(
+        "generator_perf",
+        ("stage/stage_s", "max", "fill the idle slot, seconds"),
+        ("commit/pause_s", "max", "longest gap between two live steps since staging, seconds"),
+    ),
+    *_metrics(
+        "buffer",
+        ("add/count_episodes_added", "sum", "episodes put in"),
+        ("sample/count_sample_requests", "sum", "batches asked for"),
+        ("sample/avg_buffer_utilization", "mean", "share of the capacity in use"),
+        ("sample/avg_data_utilization", "mean", "share of the episodes that a batch takes"),
+        ("sample/avg_sampled_policy_age", "mean", "versions by which a batch trails the trainer"),
+        ("sample/max_sampled_policy_age", "max", "the oldest episode of a batch"),
+        ("sample/min_sampled_policy_age", "min", "the freshest episode of a batch"),
+        ("evict/sum_episodes_evicted", "sum", "episodes dropped because they were too old"),
+    ),
+    *_metrics(
+        "dataset/sample",
+        ("count_samples_generated", "sum", "questions asked"),
+        ("avg_sample_len", "mean", "characters of a prompt"),
+        ("current_epoch", "max", "passes over the questions"),
+    ),
+    *_metrics(
+        "reference_perf/forward",
+        ("count_forward_passes", "sum", "forward passes of the reference model"),
+        ("avg_sequence_length", "mean", "tokens of a sequence, padding included"),
+        ("seconds", "mean", "one forward pass, seconds"),
+    ),
+    *_metrics(
+        "advantages/compute",
+        ("share_zero_groups", "mean", "share of groups whose responses all earned the same"),
+    ),
+    *_metrics("main/rollout", ("response_tokens", "sum", "response tokens")),
+)
+
+BY_NAME: dict[str, MetricName] = {m.name: m for m in METRICS}
+
+
+def markdown() -> str:
+    """docs/metrics.md; `forge-ptq metrics-table` prints it."""
+    lines = [
+        "# Metrics",
+        "",
+        "Written by `forge-ptq metrics-table` from `forge_ptq/observe/names.py`. One number per",
+        "metric and training step; the reduction says how it comes from the step's values.",
+        "",
+        "| name | reduction | meaning |",
+        "|---|---|---|",
+    ]
+    for m in METRICS:
+        meaning = m.meaning.replace("|", "\\|")
+        lines.append(f"| `{m.name}` | {m.reduction} | {meaning} |")
+    return "\n".join(lines) + "\n"

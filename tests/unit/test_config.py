@@ -1,0 +1,281 @@
+"""The configuration: strict, complete in its complaints, and the shipped files are good."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from forge_ptq.config import ConfigError, RunConfig, from_mapping, load_config, save_config
+from forge_ptq.config.docs import field_docs, markdown, rows
+from forge_ptq.config.load import split_key
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ROOT / "configs" / "tiny_cpu.yaml"
+SHIPPED = sorted(p for p in (ROOT / "configs").glob("*.yaml") if not p.name.startswith("sft_"))
+
+
+def problems(*overrides: str, path: Path = TINY) -> dict[str, str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return dict(caught.value.problems)
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)
+def test_shipped_configurations_are_good(path: Path) -> None:
+    config = load_config(path)
+    assert config.ptq.enabled
+    assert config.policy.sampling_params["n"] == config.group_size
+    lines = path.read_text().splitlines()
+    assert ">>> python -m apps.grpo_ptq.main --config" in "\n".join(lines[:3])
+    assert f"configs/{path.name}" in "\n".join(lines[:3])
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)
+def test_every_option_of_a_run_has_a_comment(path: Path) -> None:
+    """A key is explained where it first appears by name; blocks by the comment above or beside."""
+    seen: set[str] = set()
+    bare = []
+    for line in path.read_text().splitlines()[3:]:
+        key, colon, rest = line.strip().partition(":")
+        if not colon or key.startswith("#") or " " in key or '"' in key:
+            continue
+        if rest.strip() and "#" not in rest and "${" not in rest and key not in seen:
+            bare.append(key)
+        seen.add(key)
+    # Names that speak for themselves, and the members of commented groups.
+    allowed = {
+        "name", "model", "lr", "beta1", "beta2", "eps", "weight_decay", "decay_type", "n",
+        "temperature", "top_p", "min_terms", "max_terms", "min_digits", "max_digits",
+        "procs", "num_replicas", "with_gpus", "replica_max_concurrent_requests", "logging_mode",
+        "OMP_NUM_THREADS", "disable_loss_parallel", "selective_ac_option",
+        "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_replicate_degree",
+        "data_parallel_shard_degree", "tensor_parallel_degree", "pipeline_parallel_degree",
+        "context_parallel_degree", "expert_parallel_degree",
+        "quantize_s", "stage_s", "probe_s", "commit_s", "drain_s",
+    }  # fmt: skip
+    assert set(bare) <= allowed
+
+
+def test_all_three_schemes_stand_side_by_side_in_the_tiny_plan() -> None:
+    plan = load_config(TINY).ptq.plan
+    assert {plan.default, *plan.overrides.values()} == {"int8_dynamic", "int8_static", "bf16"}
+
+
+def test_unknown_keys_name_their_path_and_the_closest_valid_one() -> None:
+    found = problems("ptq.guard.max_perplexity_ris=0.1", "publish_every=2", "debug.inject.stepp=3")
+    assert found["ptq.guard.max_perplexity_ris"].endswith("ptq.guard.max_perplexity_rise?")
+    assert "ptq.publish_every" in found["publish_every"]
+    assert "debug.inject.step?" in found["debug.inject.stepp"]
+
+
+def test_ill_typed_values_name_path_value_and_expected_type() -> None:
+    found = problems(
+        "group_size=eight", "rollout_threads=true", "seed=1.5", "trainer.optimizer.lr=fast",
+        "ptq.enabled=1", "services.policy=3", "ptq.plan.default=int8_dynamc",
+    )  # fmt: skip
+    assert found["group_size"] == "got 'eight' (str), expected an integer"
+    assert found["rollout_threads"] == "got True (bool), expected an integer"
+    assert found["seed"] == "got 1.5 (float), expected an integer"
+    assert found["trainer.optimizer.lr"] == "got 'fast' (str), expected a number"
+    assert found["ptq.enabled"] == "got 1 (int), expected true or false"
+    assert found["services.policy"] == "got 3 (int), expected a block of keys"
+    assert found["ptq.plan.default"].endswith("did you mean int8_dynamic?")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "group_size=0", "off_by_n=-1", "local_batch_size=-2", "ptq.guard.max_perplexity_rise=0",
+        "ptq.guard.max_perplexity_rise=3", "ptq.guard.max_perplexity_rise=.nan",
+        "ptq.sampler.probe_fraction=1", "ptq.deadlines.stage_s=0", "ptq.deadlines.stage_s=.inf",
+        "loss.beta=-1", "trainer.optimizer.beta1=1.5", "services.policy.num_replicas=0",
+        "debug.inject.step=0", "trainer.training.steps=0",
+    ],
+)  # fmt: skip
+def test_values_out_of_range_are_refused(override: str) -> None:
+    key = override.partition("=")[0]
+    message = problems(override)[key]
+    assert message.startswith("got ")
+    assert "expected" in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["trainer.training.seq_len=20"], "trainer.training.seq_len"),
+        (["ref_model.training.seq_len=20"], "ref_model.training.seq_len"),
+        (["policy.engine_args.max_model_len=20"], "policy.engine_args.max_model_len"),
+        (["policy.sampling_params.n=3"], "policy.sampling_params.n"),
+        (["policy.sampling_params.max_tokens=4000"], "policy.sampling_params.max_tokens"),
+        (["policy.sampling_params.temperature=0.7"], "policy.sampling_params.temperature"),
+        (["policy.engine_args.enforce_eager=false"], "policy.engine_args.enforce_eager"),
+        (["policy.engine_args.quantization=fp8"], "policy.engine_args.quantization"),
+        (["policy.engine_args.max_num_seqs=x"], "policy.engine_args.max_num_seqs"),
+        (["services.policy.procs=2"], "services.policy.procs"),
+        (["replay_buffer.dp_size=2"], "replay_buffer.dp_size"),
+        (["replay_buffer.batch_size=3"], "replay_buffer.batch_size"),
+        (["replay_buffer.max_policy_age=9"], "replay_buffer.max_policy_age"),
+        (["trainer.training.local_batch_size=5"], "trainer.training.local_batch_size"),
+        (["actors.trainer.procs=3"], "actors.trainer.procs"),
+        (["actors.dataset.procs=2"], "actors.dataset.procs"),
+        (["ptq.probe.min_sequences=1000"], "ptq.probe.min_sequences"),
+        (["ptq.sampler.capacity=4"], "ptq.sampler.capacity"),
+        (["debug.inject.step=100000"], "debug.inject.step"),
+        (["ptq.enabled=false"], "debug.inject"),
+        (["reward.task=gsm_symbolic"], "reward.task"),
+        (["dataset.prompt_template=hello"], "dataset.prompt_template"),
+        (["model="], "model"),
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused(overrides: list[str], key: str) -> None:
+    assert key in problems(*overrides)
+
+
+def test_a_shard_degree_of_minus_one_takes_all_processes() -> None:
+    config = load_config(
+        TINY,
+        [
+            "trainer.parallelism.data_parallel_shard_degree=-1", "actors.trainer.procs=4",
+            "replay_buffer.dp_size=4",
+        ],
+    )  # fmt: skip
+    assert config.replay_buffer.dp_size == 4
+
+
+def test_all_problems_come_at_once() -> None:
+    found = problems("nonsense", "group_size=x", "model=${oc.env:NOT_SET_ANYWHERE}", "lossy.beta=1")
+    assert {"nonsense", "group_size", "model", "lossy"} <= set(found)
+    with pytest.raises(ConfigError, match=r"tiny_cpu.yaml: \d+ problems"):
+        load_config(TINY, ["nonsense", "group_size=x"])
+
+
+def test_interpolation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("USER", raising=False)
+    config = load_config(TINY, ["max_req_tokens=100", "off_by_n=3", "max_res_tokens=30"])
+    assert config.trainer.training.seq_len == 130
+    assert config.policy.sampling_params["max_tokens"] == 30
+    assert config.replay_buffer.max_policy_age == 3
+    assert config.metric_logging.wandb is not None
+    assert config.metric_logging.wandb.group == "tiny_local"
+    monkeypatch.setenv("USER", "ada")
+    config = load_config(TINY)
+    assert config.metric_logging.wandb is not None
+    assert config.metric_logging.wandb.group == "tiny_ada"
+
+
+def test_overrides() -> None:
+    config = load_config(
+        TINY,
+        [
+            "trainer.optimizer.lr=1e-5", "ptq.plan.overrides[*.up_proj]=bf16", "debug.inject=null",
+            "dataset.system_prompt=be brief",
+            "policy.sampling_params={n: 8, max_tokens: 5}", "metric_logging.wandb=null",
+            "services.policy.env.EXTRA='1'",
+        ],
+    )  # fmt: skip
+    assert config.trainer.optimizer.lr == 1e-5
+    assert config.ptq.plan.overrides["*.up_proj"] == "bf16"
+    assert config.debug.inject is None
+    assert config.metric_logging.wandb is None
+    assert config.policy.sampling_params == {"n": 8, "max_tokens": 5}
+    assert config.services.policy.env["EXTRA"] == "1"
+
+
+def test_split_key() -> None:
+    assert split_key("a.b") == ["a", "b"]
+    assert split_key('a["*.b"].c') == ["a", "*.b", "c"]
+    for bad in ("", "a..b", "a[b", "a.[]"):
+        with pytest.raises(ValueError, match=r"key|closed"):
+            split_key(bad)
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("a: [", "not valid YAML"),
+        ("- 1", "block of keys"),
+        ("model: 3", "expected text"),
+    ],
+)
+def test_bad_files(tmp_path: Path, text: str, part: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=part):
+        load_config(path)
+    with pytest.raises(ConfigError, match="cannot read"):
+        load_config(tmp_path / "absent.yaml")
+
+
+def test_what_is_saved_reads_back_the_same(tmp_path: Path) -> None:
+    config = load_config(TINY, ["seed=7"])
+    path = save_config(config, tmp_path / "run" / "config.yaml")
+    assert load_config(path) == config
+    assert from_mapping(RunConfig, config.to_dict()) == config
+    assert [p.name for p in path.parent.iterdir()] == ["config.yaml"]
+
+
+def test_blocks_unpack_like_mappings_of_plain_values() -> None:
+    config = load_config(TINY)
+    options = dict(**config.services.policy)
+    assert options["mesh_name"] == "policy"
+    assert type(dict(**config.trainer)["model"]) is dict
+    assert config.ptq.get("absent", 3) == 3
+    with pytest.raises(KeyError):
+        config.ptq["absent"]
+
+
+def test_errors_survive_a_process_boundary() -> None:
+    error = ConfigError([("a.b", "wrong")], "file.yaml")
+    again = pickle.loads(pickle.dumps(error))
+    assert (again.problems, str(again)) == (error.problems, str(error))
+
+
+def test_placement_blocks_match_the_runtime() -> None:
+    from dataclasses import fields
+
+    from forge_ptq.config import ProcessOptions, ServiceOptions
+    from forge_ptq.runtime import ProcessConfig, ServiceConfig
+
+    for ours, theirs in ((ProcessOptions, ProcessConfig), (ServiceOptions, ServiceConfig)):
+        defaults = {f.name: f.default for f in fields(theirs)}  # type: ignore[arg-type]
+        mine = {f.name: f.default for f in fields(ours)}  # type: ignore[arg-type]
+        assert mine == defaults
+
+
+def test_blocks_fit_the_actors_they_are_for() -> None:
+    import inspect
+
+    from apps.grpo_ptq.tasks import DatasetActor, RewardActor
+    from forge_ptq.loss import GRPOLoss
+
+    config = load_config(TINY)
+    for kind, block in (
+        (DatasetActor, config.dataset), (RewardActor, config.reward), (GRPOLoss, config.loss),
+    ):  # fmt: skip
+        inspect.signature(kind).bind(**block)
+
+
+def test_importing_the_configuration_is_light() -> None:
+    code = "import forge_ptq.config, forge_ptq.observe.report, sys; print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    ).stdout.split()
+    heavy = {"torch", "vllm", "transformers", "wandb", "monarch", "matplotlib", "torchtitan"}
+    assert not heavy & set(loaded)
+
+
+def test_every_option_has_its_docstring() -> None:
+    for path, kind, _, doc in rows():
+        assert doc.endswith((".", "1.")), path
+        assert kind, path
+    assert "learning rate" in field_docs(type(load_config(TINY).trainer.optimizer))["lr"].lower()
+
+
+def test_the_documented_table_is_current() -> None:
+    assert (ROOT / "docs" / "configuration.md").read_text() == markdown(), (
+        "run: forge-ptq config-table > docs/configuration.md"
+    )

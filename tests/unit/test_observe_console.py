@@ -1,0 +1,77 @@
+"""The live view and its plain twin."""
+
+from __future__ import annotations
+
+import io
+import math
+from pathlib import Path
+
+from rich.console import Console
+
+from forge_ptq.observe.console import ConsoleView, percent, print_summary, publish_line, sparkline
+from forge_ptq.observe.report import RunReport
+from forge_ptq.observe.run_dir import create_run_dir
+
+
+def run(tmp_path: Path, *, terminal: bool) -> str:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=110, highlight=False)
+    view = ConsoleView("a run", 3, 0.03, console)
+    run_dir = create_run_dir(tmp_path, "r", "x.yaml")
+    with RunReport(run_dir, {}, view) as report:
+        report.note("starting the [generator]")
+        for step in (1, 2, 3):
+            with report.phase("train/step"):
+                report.add_rollout(tokens=10, rewards=[step / 10])
+            report.end_step(step, metrics={"loss": math.nan if step == 1 else 0.25})
+        report.add_publish({"version": 2, "outcome": "accepted", "perplexity_rise": 0.0123})
+        report.add_publish(
+            {
+                "version": 3, "outcome": "kept", "refused": True, "perplexity_rise": 5.0,
+                "reason": "over the limit",
+            }
+        )  # fmt: skip
+    print_summary(report.summary(), str(run_dir.path), console)
+    return out.getvalue()
+
+
+def test_plain_lines_without_a_terminal(tmp_path: Path) -> None:
+    text = run(tmp_path, terminal=False)
+    assert "\x1b" not in text
+    assert "starting the [generator]" in text
+    assert "step 3/3  reward 0.300  loss 0.2500  30 tokens" in text
+    assert "step 1/3  reward 0.100  loss -" in text
+    assert "version 2: accepted, perplexity rise 1.23 %" in text
+    assert "version 3: kept, perplexity rise 500.00 %" in text
+    assert "over the limit" in text
+    assert "1 accepted, 1 refused" in text
+    assert "results" in text
+
+
+def test_the_live_view_on_a_terminal(tmp_path: Path) -> None:
+    text = run(tmp_path, terminal=True)
+    assert "\x1b[" in text
+    for part in ("step 3/3", "serving version 2", "limit 3.00 %", "tokens/s", "train/step"):
+        assert part in text
+    assert "version 3: kept" in text
+
+
+def test_a_view_before_anything_happened() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=80)
+    view = ConsoleView("a run", 0, None, console)
+    view.start()
+    view.start()
+    view.stop()
+    view.stop()
+    assert "step 0/0" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_small_helpers() -> None:
+    assert sparkline([]) == ""
+    assert sparkline([1.0, None, math.nan, 1.0]) == "▁▁"
+    assert sparkline([0, 1]) == "▁█"
+    assert len(sparkline(list(range(100)))) == 40
+    assert percent(None) == "-"
+    assert percent(123.0) == "1.2e+04 %"
+    line = publish_line({"version": 4, "verdict": "kept", "reason": "no answer", "stage_s": 1.0})
+    assert line == "version 4: kept: no answer"
