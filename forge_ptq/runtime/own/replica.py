@@ -39,12 +39,8 @@ class Slots:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.active = 0
+        self.waiting = 0
         self._waiters: deque[asyncio.Future[None]] = deque()
-
-    @property
-    def waiting(self) -> int:
-        """Number of waiters."""
-        return sum(not waiter.done() for waiter in self._waiters)
 
     async def acquire(self, timeout_s: float) -> None:
         """Takes a slot. Raises TimeoutError, or what `close` was given."""
@@ -53,6 +49,7 @@ class Slots:
             return
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
+        self.waiting += 1
         try:
             async with asyncio.timeout(timeout_s):  # wait_for may swallow a cancellation
                 await waiter
@@ -61,6 +58,8 @@ class Slots:
                 self.release()  # the slot came at the very moment of giving up
             waiter.cancel()
             raise
+        finally:
+            self.waiting -= 1
 
     def release(self) -> None:
         """Gives a slot to the next waiter, or frees it."""
