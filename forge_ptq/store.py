@@ -23,6 +23,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -147,7 +148,7 @@ async def get_weights(version: int) -> dict[str, torch.Tensor]:
     prefix = weight_prefix(version)
     sizes = await _sizes(version)
     names = sorted(sizes)
-    tensors = await io.gather(io.get(f"{prefix}.{name}", sizes[name]) for name in names)
+    tensors = await io.gather(partial(io.get, f"{prefix}.{name}", sizes[name]) for name in names)
     return dict(zip(names, tensors, strict=True))
 
 

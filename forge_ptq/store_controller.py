@@ -17,6 +17,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import monarch.rdma
 import torchstore.api
 import torchstore.controller
 from monarch.actor import current_rank, endpoint
@@ -87,3 +88,8 @@ class SpreadStrategy(TorchStoreStrategy):
 
 
 torchstore.api.Controller = StoreController
+
+# TorchStore asks before every transfer, through a function that Monarch has deprecated. The answer
+# does not change: without RDMA over InfiniBand tensors travel in Monarch's messages.
+if not monarch.rdma.is_ibverbs_available():
+    os.environ.setdefault("TORCHSTORE_RDMA_ENABLED", "0")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -77,13 +77,13 @@ async def purge(keys: Sequence[str]) -> int:
     return await within(f"delete {keys[0]}", client._controller.purge.call_one(list(keys)))
 
 
-async def gather(operations: Iterable[Awaitable[T]]) -> list[T]:
+async def gather(operations: Iterable[Callable[[], Awaitable[T]]]) -> list[T]:
     """Run with at most CONCURRENCY in flight; the first failure cancels the rest and is raised."""
     slots = asyncio.Semaphore(CONCURRENCY)
 
-    async def one(operation: Awaitable[T]) -> T:
+    async def one(operation: Callable[[], Awaitable[T]]) -> T:
         async with slots:
-            return await operation
+            return await operation()
 
     try:
         async with asyncio.TaskGroup() as group:

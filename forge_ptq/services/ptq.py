@@ -100,6 +100,7 @@ class PTQ:
             try:
                 await self._publish(verdict, must_serve)
             finally:
+                self._publisher.forget_reference()
                 verdict.wall_s = time.perf_counter() - started
                 self.verdicts.append(verdict)
             await self._retire(version)

@@ -333,6 +333,22 @@ async def test_no_replica_flips_and_the_pointer_moves_back():
     assert await committed_id() == first.artifact_id
 
 
+async def test_nobody_answers_after_the_flip_and_the_pointer_decides():
+    generators = Generators()
+    ptq = await launch(generators, FakeQuantizer(), deadlines__stage_s=0.5, deadlines__commit_s=0.5)
+    await ptq.publish(1)
+    replica = generators.replicas[0]
+
+    def stop_answering() -> str:
+        replica.faults["describe"] = "hang"
+        return "hang"
+
+    replica.faults["commit"] = stop_answering
+    verdict = await ptq.publish(2)
+    assert verdict.outcome == "accepted"
+    assert await committed_id() == verdict.artifact_id
+
+
 async def test_a_replica_left_behind_is_brought_along():
     # It came back between stage and commit: its idle slot is empty, the other one has flipped.
     generators = Generators(2)
