@@ -156,6 +156,11 @@ def _placement(config: RunConfig, problems: Problems) -> None:
 def _ptq(config: RunConfig, problems: Problems) -> None:
     ptq = config.ptq
     probe, sampler = ptq.probe, ptq.sampler
+    age = config.replay_buffer.max_policy_age
+    if age is not None and ptq.publish_every - 1 > age:
+        # Rollouts of the served version would all be dropped: training would wait for ever.
+        message = f"got {ptq.publish_every}, expected at most replay_buffer.max_policy_age + 1"
+        problems.append(("ptq.publish_every", f"{message} = {age + 1}"))
     if probe.min_sequences > probe.sequences:
         message = f"got {probe.min_sequences}, expected at most ptq.probe.sequences"
         problems.append(("ptq.probe.min_sequences", f"{message} = {probe.sequences}"))

@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from forge_ptq.config import ConfigError, RunConfig, from_mapping, load_config, save_config
+from forge_ptq.config import (
+    ConfigError,
+    OptimizerConfig,
+    RunConfig,
+    from_mapping,
+    load_config,
+    save_config,
+)
 from forge_ptq.config.docs import field_docs, markdown, rows
 from forge_ptq.config.load import split_key
 
@@ -124,6 +131,7 @@ def test_values_out_of_range_are_refused(override: str) -> None:
         (["actors.dataset.procs=2"], "actors.dataset.procs"),
         (["ptq.probe.min_sequences=1000"], "ptq.probe.min_sequences"),
         (["ptq.sampler.capacity=4"], "ptq.sampler.capacity"),
+        (["ptq.publish_every=4"], "ptq.publish_every"),
         (["debug.inject.step=100000"], "debug.inject.step"),
         (["ptq.enabled=false"], "debug.inject"),
         (["reward.task=gsm_symbolic"], "reward.task"),
@@ -241,8 +249,8 @@ def test_placement_blocks_match_the_runtime() -> None:
     from forge_ptq.runtime import ProcessConfig, ServiceConfig
 
     for ours, theirs in ((ProcessOptions, ProcessConfig), (ServiceOptions, ServiceConfig)):
-        defaults = {f.name: f.default for f in fields(theirs)}  # type: ignore[arg-type]
-        mine = {f.name: f.default for f in fields(ours)}  # type: ignore[arg-type]
+        defaults = {f.name: f.default for f in fields(theirs)}
+        mine = {f.name: f.default for f in fields(ours)}
         assert mine == defaults
 
 
@@ -272,7 +280,7 @@ def test_every_option_has_its_docstring() -> None:
     for path, kind, _, doc in rows():
         assert doc.endswith((".", "1.")), path
         assert kind, path
-    assert "learning rate" in field_docs(type(load_config(TINY).trainer.optimizer))["lr"].lower()
+    assert "learning rate" in field_docs(OptimizerConfig)["lr"].lower()
 
 
 def test_the_documented_table_is_current() -> None:

@@ -198,9 +198,12 @@ def test_the_picture_shows_what_happened(tmp_path: Path, monkeypatch: pytest.Mon
 
     drawn: list[Figure] = []
     save = Figure.savefig
-    monkeypatch.setattr(
-        Figure, "savefig", lambda self, *a, **k: (drawn.append(self), save(self, *a, **k))[1]
-    )
+
+    def keep(self: Figure, *args: Any, **kwargs: Any) -> None:
+        drawn.append(self)
+        save(self, *args, **kwargs)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
     plot.draw(
         {
             "history": [{"step": s, "reward": s / 4} for s in (1, 2, 3, 4)],
