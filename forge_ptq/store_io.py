@@ -55,22 +55,27 @@ async def within(what: str, operation: Awaitable[T], nbytes: int = 0) -> T:
 
 
 async def put(key: str, value: Any, nbytes: int = 0) -> None:
+    """Store a tensor or a JSON string under a key."""
     await within(f"put {key}", ts().put(key, value), nbytes)
 
 
 async def get(key: str, nbytes: int = 0) -> Any:
+    """What is stored under a key; nbytes is what it should hold, for the deadline."""
     return await within(f"get {key}", ts().get(key), nbytes)
 
 
 async def exists(key: str) -> bool:
+    """Whether a key is stored and, for a DTensor, complete."""
     return await within(f"look up {key}", ts().exists(key))
 
 
 async def keys(prefix: str | None = None) -> list[str]:
+    """Keys that equal prefix or continue it after a dot; all keys without one."""
     return await within(f"list keys of {prefix or 'the store'}", ts().keys(prefix))
 
 
 async def purge(keys: Sequence[str]) -> int:
+    """Delete keys, partly stored DTensors too; returns how many were known."""
     if not keys:
         return 0
     client = await within(f"delete {keys[0]}", ts().client())
