@@ -127,6 +127,7 @@ if ! "$venv/bin/python" -c 'import pycosat; pycosat.solve' 2>/dev/null &&
         'import sysconfig; print(sysconfig.get_path("purelib"))')/pycosat.py"
 fi
 say "4/4 forge_ptq itself"
+rm -rf forge_ptq.egg-info # a stale one would hide the installed entry points from here
 pip_build --editable . || failed "forge_ptq could not be installed"
 
 rm -f "$building"
