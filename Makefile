@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 export PYTHON VENV
 
-.PHONY: help env demo smollm2 test lint unit bench clean distclean
+.PHONY: help env demo smollm2 test lint unit clean distclean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -36,10 +36,7 @@ unit: env ## tests without processes
 	@$(RUN) -m pytest tests/unit -q
 
 test: lint ## lint, then unit, integration and fault tests
-	@$(RUN) -m pytest tests -q --durations=10
-
-bench: env ## tokens/s of the INT8 slots, vLLM bf16 and vLLM INT8, interleaved
-	@$(RUN) -m apps.bench.engines
+	@$(RUN) -m pytest tests --durations=10
 
 clean: ## remove caches and build products; keeps .venv, models and outputs
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache *.egg-info
