@@ -197,6 +197,8 @@ async def test_death_of_an_actor_is_told_within_a_second(rt: Any) -> None:
 async def test_colocated_actors_share_a_process_until_the_last_one_ends(rt: Any) -> None:
     light = worker(rt).options(colocate="light")
     one, two = await light.as_actor(1), await light.as_actor(2)
+    with pytest.raises(ValueError, match="'light' runs already, without env"):
+        await light.options(env={"KNOB": "1"}).as_actor()
     apart = await worker(rt).as_actor()
     assert await rt.pids(one) == await rt.pids(two) == [await one.pid.call_one()]
     assert await rt.pids(apart) != await rt.pids(one)

@@ -29,6 +29,16 @@ class Stoppable(Protocol):
         """Stops accepting and respawning."""
 
 
+def check_shared_env(cfg: ProcessConfig, running: ProcessConfig) -> None:
+    """ValueError if `cfg` wants environment that its colocate group was not started with."""
+    differing = {k: v for k, v in cfg.env.items() if running.env.get(k) != v}
+    if differing:
+        raise ValueError(
+            f"colocate group {cfg.colocate!r} runs already, without env {differing}: "
+            "expected the same env for every actor of a group"
+        )
+
+
 class Provisioner:
     """All processes of this client. One per client: use the functions at the end of the file."""
 
@@ -53,12 +63,7 @@ class Provisioner:
                 group = await self._start(cfg)
                 self._shared[cfg.colocate] = group
             else:
-                differing = {k: v for k, v in cfg.env.items() if group.cfg.env.get(k) != v}
-                if differing:
-                    raise ValueError(
-                        f"colocate group {cfg.colocate!r} runs already, without env {differing}: "
-                        "expected the same env for every actor of a group"
-                    )
+                check_shared_env(cfg, group.cfg)
                 group.users += 1
             return group
 

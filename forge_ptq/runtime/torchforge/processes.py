@@ -17,6 +17,7 @@ from forge_ptq.runtime.own import child
 from forge_ptq.runtime.own.agent import ProcessAgent
 from forge_ptq.runtime.own.handle import ProcessRef
 from forge_ptq.runtime.own.process import STOP_TIMEOUT_S, bootstrap_command
+from forge_ptq.runtime.own.provisioner import check_shared_env
 from forge_ptq.runtime.own.start import start_monarch
 from forge_ptq.runtime.own.types import ProcessConfig
 
@@ -52,7 +53,8 @@ forge_provisioner.this_host = _this_host
 class SpawnedMesh:
     """A proc mesh of torchforge's, and what the seam must know of it."""
 
-    def __init__(self, proc_mesh: Any, ref: ProcessRef) -> None:
+    def __init__(self, proc_mesh: Any, ref: ProcessRef, cfg: ProcessConfig) -> None:
+        self.cfg = cfg
         self.proc_mesh = proc_mesh
         self.ref = ref
         self.users = 1
@@ -72,6 +74,7 @@ async def acquire(cfg: ProcessConfig) -> SpawnedMesh:
         if spawned is None or spawned.ref.dead_pid() is not None:
             spawned = _shared[cfg.colocate] = await _spawn(cfg)
         else:
+            check_shared_env(cfg, spawned.cfg)
             spawned.users += 1
         return spawned
 
@@ -97,7 +100,8 @@ async def _spawn(cfg: ProcessConfig) -> SpawnedMesh:
     answers = await asyncio.wait_for(describe(), cfg.spawn_timeout_s)
     identities = tuple(identity for _, (identity, _) in answers.items())
     pids = tuple(identity.pid for identity in identities)
-    spawned = SpawnedMesh(proc_mesh, ProcessRef(name, pids, identities if not cfg.hosts else ()))
+    watched = identities if cfg.hosts is None else ()
+    spawned = SpawnedMesh(proc_mesh, ProcessRef(name, pids, watched), cfg)
     _spawned.append(spawned)
     return spawned
 
