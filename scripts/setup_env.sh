@@ -65,7 +65,8 @@ if [[ ! -x $venv/bin/python ]]; then
     say "1/4 virtual environment in $venv ($("$python" -V 2>&1))"
     mkdir -p "$venv"
     touch "$building"
-    "$python" -m venv "$venv" || die "cannot make a virtual environment with $python"
+    "$python" -m venv "$venv" >>"$log" 2>&1 ||
+        die "cannot make a virtual environment with $python, see $log"
 fi
 touch "$building"
 rm -f "$stamp"
