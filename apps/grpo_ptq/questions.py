@@ -39,14 +39,18 @@ class QuestionSet:
 
     def __next__(self) -> dict[str, Any]:
         """{"question", "answer", "metadata"} as reasoning-gym makes them."""
-        if self._order is None or self._order[0] != self.epoch:
-            order = list(range(self.size))
-            if self.epoch:
-                random.Random(f"{self.seed}/{self.epoch}").shuffle(order)
-            self._order = (self.epoch, order)
-        index = self._order[1][self.position % self.size]
+        index = self.position % self.size
+        if self.epoch:
+            index = self._shuffled(self.epoch)[index]
         self.position += 1
         return self._items[index]
+
+    def _shuffled(self, epoch: int) -> list[int]:
+        if self._order is None or self._order[0] != epoch:
+            order = list(range(self.size))
+            random.Random(f"{self.seed}/{epoch}").shuffle(order)
+            self._order = (epoch, order)
+        return self._order[1]
 
     def __iter__(self) -> QuestionSet:
         return self

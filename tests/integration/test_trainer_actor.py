@@ -1,0 +1,121 @@
+"""Trainer and reference model as actors: one rank and two, weights through the real store."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+import torch
+
+from forge_ptq import runtime, store
+from forge_ptq.loss import GRPOLoss
+from forge_ptq.training.engine import TrainEngine
+from forge_ptq.training.reference_model import ReferenceModel
+from forge_ptq.training.trainer import TitanTrainer
+from tests.integration.trainer_support import REQUEST, batch, config, save_policy
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+ENV = {"OMP_NUM_THREADS": "1"}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", autouse=True)
+async def running_store():
+    await runtime.init_provisioner()
+    await store.initialize()
+    yield
+    await store.shutdown()
+    await runtime.shutdown()
+
+
+@pytest.fixture(scope="module")
+def policies(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("policies")
+    return {kind: save_policy(root / kind, kind) for kind in ("qwen3", "llama")}
+
+
+async def deadline(call, seconds: float = 90.0):
+    return await asyncio.wait_for(call, seconds)
+
+
+async def test_one_rank_trains_pushes_and_resumes(policies, tmp_path):
+    trainer_config = config(policies["qwen3"], tmp_path)
+    blocks = trainer_config.to_dict()
+    options = TitanTrainer.options(procs=1, mesh_name="trainer", env=ENV)
+    trainer, reference = await deadline(
+        asyncio.gather(
+            options.as_actor(**blocks, loss={"beta": 0.05, "tis_cap": 3.0}),
+            ReferenceModel.options(procs=1, mesh_name="reference", env=ENV).as_service(
+                **{k: blocks[k] for k in ("model", "training", "parallelism", "checkpoint")}
+            ),
+        )
+    )
+    try:
+        inputs, targets = batch()
+        tokens = inputs["tokens"]
+        logprobs = await deadline(reference.forward.route(tokens, REQUEST, return_logprobs=True))
+        explicit = await deadline(
+            reference.forward.route(tokens, REQUEST, prompt_lens=inputs["prompt_lens"])
+        )
+        assert torch.equal(logprobs, explicit)  # the leading run of padding tells the lengths
+        targets["ref_logprobs"] = targets["generator_logprobs"] = logprobs
+        assert await deadline(trainer.resume_step.call_one()) == 0
+        metrics = await deadline(trainer.train_step.call_one([inputs], [targets], {"position": 5}))
+        # Reference and trainer hold the same weights, in two processes.
+        assert metrics["kl_ref"] == pytest.approx(0, abs=1e-6)
+        assert metrics["mismatch_k3"] == pytest.approx(0, abs=1e-6)
+        assert metrics["skipped"] == 0
+
+        twin = TrainEngine(config(policies["qwen3"]), GRPOLoss(beta=0.05, tis_cap=3.0))
+        twin.step([inputs], [targets])
+        await deadline(trainer.push_weights.call(1))
+        got, expected = await deadline(store.get_weights(1)), twin.full_hf_state()
+        assert set(got) == set(expected)
+        assert "lm_head.weight" not in got  # tied
+        for name, tensor in expected.items():
+            assert got[name].dtype == torch.bfloat16
+            torch.testing.assert_close(got[name], tensor, atol=1e-3, rtol=1e-2)
+
+        await deadline(TitanTrainer.shutdown(trainer))
+        trainer = await deadline(options.as_actor(**blocks, loss={"beta": 0.05, "tis_cap": 3.0}))
+        assert await deadline(trainer.resume_step.call_one()) == 1
+        assert await deadline(trainer.resume_extra.call_one()) == {"position": 5}
+        await deadline(trainer.push_weights.call(2))
+        again = await deadline(store.get_weights(2))
+        assert all(torch.equal(again[k], v) for k, v in got.items())
+        await deadline(trainer.cleanup.call())
+    finally:
+        await deadline(TitanTrainer.shutdown(trainer))
+        await deadline(reference.shutdown())
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+async def test_two_ranks_train_as_one(policies, kind):
+    """FSDP over gloo: same metrics and weights as one process on the whole batch."""
+    trainer_config = config(policies[kind], local_batch_size=2)
+    inputs, targets = batch(size=8)
+    halves = [
+        [{k: v[rows] for k, v in part.items()} for rows in (slice(0, 4), slice(4, 8))]
+        for part in (inputs, targets)
+    ]
+    trainer = await deadline(
+        TitanTrainer.options(procs=2, mesh_name=f"trainer2_{kind}", env=ENV).as_actor(
+            **trainer_config.to_dict(), loss=GRPOLoss(aggregation="token_mean")
+        )
+    )
+    try:
+        results = await deadline(trainer.train_step.call(*halves))
+        per_rank = [metrics for _, metrics in results.items()]
+        await deadline(trainer.push_weights.call(10 if kind == "qwen3" else 11))
+        await deadline(trainer.cleanup.call())
+    finally:
+        await deadline(TitanTrainer.shutdown(trainer))
+    twin = TrainEngine(config(policies[kind]), GRPOLoss(aggregation="token_mean"))
+    alone = twin.step([inputs], [targets])
+    for metrics in per_rank:
+        for name in ("loss", "grad_norm", "kl_ref", "entropy", "ratio_max", "tokens"):
+            assert metrics[name] == pytest.approx(alone[name], rel=1e-4), name
+    got = await deadline(store.get_weights(10 if kind == "qwen3" else 11))
+    expected = twin.full_hf_state()
+    assert set(got) == set(expected)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(got[name], tensor, atol=2e-3, rtol=2e-2)
