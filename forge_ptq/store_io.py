@@ -15,6 +15,10 @@ import torch
 
 from forge_ptq.store_tensors import compact, keeps_shards
 
+# Large messages need it; torchstore would set it too, with a warning on the console and a handler
+# on the root logger.
+os.environ.setdefault("HYPERACTOR_CODEC_MAX_FRAME_LENGTH", "910737418240")
+
 T = TypeVar("T")
 
 BASE_TIMEOUT_S = float(os.environ.get("FORGE_PTQ_STORE_TIMEOUT_S", "30"))
