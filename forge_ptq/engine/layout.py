@@ -56,13 +56,10 @@ class RestSite:
 class FillPlan:
     """A checked artifact, arranged by vLLM module, ready to be put into a slot."""
 
-    schemes: dict[str, str] = field(default_factory=dict)
-    """Linear site name -> scheme."""
     linears: dict[str, dict[str, list[torch.Tensor]]] = field(default_factory=dict)
     """Linear site name -> part name (weight, ...) -> tensors of its HF modules, in row order."""
     rest: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     """Parameter name -> tensors of its parts, in row order."""
-    scheme_counts: dict[str, int] = field(default_factory=dict)
     nbytes: int = 0
 
 
@@ -138,8 +135,6 @@ class ModelLayout:
         plan = FillPlan(nbytes=sum(t.numel() * t.element_size() for t in tensors.values()))
         for site in self.linears.values():
             scheme = _one_scheme(site, layers)
-            plan.schemes[site.name] = scheme
-            plan.scheme_counts[scheme] = plan.scheme_counts.get(scheme, 0) + len(site.parts)
             plan.linears[site.name] = {
                 kind: [
                     _take(tensors, f"{part.name}.{kind}", _linear_shape(kind, part, site), dtype)

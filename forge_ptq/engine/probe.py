@@ -84,13 +84,11 @@ class HiddenCapture:
             wanted.seen_R[where] = True
 
 
-def check_sequence(sequence: ProbeSequence, max_model_len: int, hidden_size: int) -> int:
+def check_sequence(sequence: ProbeSequence, hidden_size: int) -> int:
     """R of a sequence; RequestError says what is wrong with it."""
     total, start = len(sequence.token_ids), sequence.response_start
     if not 1 <= start < total:
         raise RequestError(f"probe: response_start {start} is not within 1..{total - 1}")
-    if total - 1 >= max_model_len:
-        raise RequestError(f"probe: {total} tokens exceed max_model_len {max_model_len}")
     reference = sequence.reference_hidden
     if reference is not None and tuple(reference.shape) != (total - start, hidden_size):
         raise RequestError(

@@ -150,12 +150,13 @@ class SlotBank:
         return weight[: self.layout.rest[source].parts[0].rows]
 
     def layer_schemes(self, slot: int) -> dict[str, str]:
-        """HF module name -> scheme that a slot would run, as prepared; empty ones are left out."""
+        """HF module name -> scheme that its prepared linear runs."""
+        prepared = {s.name: _slots_of(s.module)[slot] for s in self.layout.linears.values()}
         return {
-            part.name: prepared.scheme
-            for site in self.layout.linears.values()
-            if (prepared := _slots_of(site.module)[slot]) is not None
-            for part in site.parts
+            part.name: linear.scheme
+            for name, linear in prepared.items()
+            if linear is not None
+            for part in self.layout.linears[name].parts
         }
 
     def nbytes(self, slot: int) -> int:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
-from forge_ptq.engine.types import EngineDeadError
+from forge_ptq.engine.types import EngineDeadError, SlotStateError
 
 T = TypeVar("T")
 WAIT = "wait"
@@ -113,7 +113,7 @@ class EngineThread:
             if entry[1] is future:
                 self._jobs.remove(entry)
                 entry[0].close()
-                future.cancel()
+                future.set_exception(SlotStateError("it was discarded before it was done"))
                 return True
         return False
 

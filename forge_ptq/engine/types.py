@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -87,11 +88,12 @@ class CommitReport:
 
 @dataclass
 class SlotInfo:
-    """What a slot holds. ``state``: empty, filling, ready. ``served``: it has been live once."""
+    """What a slot holds. ``state``: empty, filling, ready. ``served``: it has been live once.
+    ``layers``: HF module name -> scheme of the prepared linear, as it would run."""
 
     artifact_id: str | None = None
     policy_version: int | None = None
-    schemes: dict[str, int] = field(default_factory=dict)
+    layers: dict[str, str] = field(default_factory=dict)
     state: str = "empty"
     served: bool = False
     salt: str = ""
@@ -100,7 +102,8 @@ class SlotInfo:
     @property
     def scheme_tag(self) -> str:
         """The schemes of the linears, most frequent first, such as ``int8_dynamic+bf16``."""
-        return "+".join(sorted(self.schemes, key=lambda name: (-self.schemes[name], name)))
+        counts = Counter(self.layers.values())
+        return "+".join(sorted(counts, key=lambda name: (-counts[name], name)))
 
 
 @dataclass

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_support import (
+
+from forge_ptq.engine.types import ProbeSequence
+from tests.integration.engine_support import (
     MIXED,
     Harness,
     artifact_of,
@@ -21,8 +23,6 @@ from engine_support import (
     save_qwen3,
     tokens_of,
 )
-
-from forge_ptq.engine.types import ProbeSequence
 
 MODELS: dict[str, tuple[Callable[[Path], Path], bool]] = {
     "qwen3-untied-nocache": (lambda d: save_qwen3(d, tied=False), False),
