@@ -26,6 +26,8 @@ from dataclasses import dataclass
 import torch
 
 Z_975 = 1.959963984540054
+KL_ROUNDING = 1e-3
+"""KL below minus this is an error; above it, zero as fp32 sums over a vocabulary see it."""
 
 
 def kl_per_token(reference_RV: torch.Tensor, candidate_RV: torch.Tensor) -> torch.Tensor:
@@ -126,7 +128,7 @@ class Divergence:
     tokens: int
     sequences: int
     non_finite: int
-    """Scores that are NaN or infinite, or KL below zero; any of them makes the candidate unfit."""
+    """Scores that are NaN or infinite, or KL clearly below zero; one makes the candidate unfit."""
 
 
 def compare(
@@ -149,7 +151,9 @@ def compare(
     ]
     non_finite = sum(int((~torch.isfinite(delta_R)).sum()) for delta_R in deltas_GR)
     if kl_GR is not None:
-        non_finite += sum(int((~torch.isfinite(kl_R) | (kl_R < 0)).sum()) for kl_R in kl_GR)
+        non_finite += sum(
+            int((~torch.isfinite(kl_R) | (kl_R < -KL_ROUNDING)).sum()) for kl_R in kl_GR
+        )
     nll = cluster_mean(deltas_GR)
     kl = cluster_mean(kl_GR) if kl_GR is not None else None
     deciding, per_sequence = (nll, deltas_GR) if kl is None else (kl, kl_GR or ())

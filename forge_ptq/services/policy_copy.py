@@ -39,19 +39,31 @@ class Sequence_(Protocol):
     def response_start(self) -> int: ...
 
 
-def build_model(model_path: str | os.PathLike[str], dtype: str) -> nn.Module:
-    """The architecture of a HF checkpoint, weights not set, in dtype ("bfloat16" or "float32")."""
+def build_model(model_path: str | os.PathLike[str], dtype: str = "auto") -> nn.Module:
+    """The architecture of a HF checkpoint, weights not set.
+
+    It lives on this process' GPU if it was given one (CUDA_VISIBLE_DEVICES, which the runtime sets
+    for with_gpus), else on the CPU.
+
+    dtype: a floating torch dtype, or "auto": bfloat16 on a GPU, float32 on a CPU. A copy of bf16
+    weights in float32 is the same policy to the last code, its scores carry no rounding noise of
+    their own, and a CPU without bf16 instructions runs it several times faster.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
+    given = os.environ.get("CUDA_VISIBLE_DEVICES") and torch.cuda.is_available()
+    device = "cuda" if given else "cpu"
+    if dtype == "auto":
+        dtype = "bfloat16" if device == "cuda" else "float32"
     torch_dtype = getattr(torch, dtype, None)
     if not isinstance(torch_dtype, torch.dtype) or not torch_dtype.is_floating_point:
-        raise ValueError(f"dtype: expected a floating torch dtype such as bfloat16, got {dtype!r}")
+        raise ValueError(f"dtype: expected auto or a torch dtype like bfloat16, got {dtype!r}")
     config = AutoConfig.from_pretrained(str(model_path))
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=torch_dtype)
     model.tie_weights()  # skipped together with the initialization
-    return model.eval().requires_grad_(False)
+    return model.to(device).eval().requires_grad_(False)
 
 
 class PolicyCopy:
@@ -145,7 +157,7 @@ class PolicyCopy:
             def hook(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
                 assert valid_BT is not None
                 x_BT = args[0].detach().abs().amax(-1).to(torch.float32)
-                largest = float(x_BT[valid_BT].max())
+                largest = float(x_BT.cpu()[valid_BT].max())
                 if not largest < float("inf"):
                     raise QuantizationError(f"{name}: its calibration input holds {largest}")
                 ranges[name] = max(ranges.get(name, 0.0), largest)

@@ -59,11 +59,12 @@ class Quantizer(ForgeActor):
     """Holds a full-precision copy of the policy and quantizes it.
 
     Args: model_path, a HF checkpoint directory (only its config is read); plan,
-    {"default": scheme, "overrides": {glob: scheme}}; dtype of the copy and so of the reference.
+    {"default": scheme, "overrides": {glob: scheme}}; dtype of the copy and so of the reference
+    (see ``build_model``).
     """
 
     def __init__(
-        self, model_path: str, plan: Mapping[str, Any] | None = None, dtype: str = "bfloat16"
+        self, model_path: str, plan: Mapping[str, Any] | None = None, dtype: str = "auto"
     ) -> None:
         super().__init__()
         self.model_path = model_path

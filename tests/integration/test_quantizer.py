@@ -1,8 +1,6 @@
 """The Quantizer actor end to end: real processes, real store, tiny random policies."""
 
 import asyncio
-import os
-import signal
 import time
 
 import pytest
@@ -99,7 +97,7 @@ async def test_reference_comes_from_the_asked_version_only(policy):
     rollouts = random_rollouts(5)
     hidden = await quantizer.reference.route(version, rollouts)
     assert [h.shape[0] for h in hidden] == [len(r.token_ids) - r.response_start for r in rollouts]
-    assert all(h.dtype == torch.bfloat16 and h.shape[1] == 64 for h in hidden)
+    assert all(h.dtype == torch.float32 and h.shape[1] == 64 for h in hidden)
     with pytest.raises(ValueError, match=f"version {version + 1} is not loaded"):
         await quantizer.reference.route(version + 1, rollouts)
 
@@ -135,19 +133,3 @@ async def test_it_answers_while_it_works(policy):
     assert not work.done()
     assert len(await work) == 300
     assert waited < 2
-
-
-async def test_killed_it_comes_back_empty_and_works(policy):
-    quantizer, _, version = policy
-    await quantizer.load.route(version)
-    await quantizer.calibrate.route(version, random_rollouts(4))
-    work = asyncio.create_task(quantizer.reference.route(version, random_rollouts(300, length=200)))
-    await asyncio.sleep(0.1)
-    (pid,) = await runtime.pids(quantizer)
-    os.kill(pid, signal.SIGKILL)
-    # The service runs the request again on the new replica, which holds no version.
-    with pytest.raises(ValueError, match="not loaded"):
-        await work
-    assert await runtime.pids(quantizer) != [pid]
-    status = await quantizer.load.route(version)
-    assert (status.version, status.needs_calibration) == (version, True)

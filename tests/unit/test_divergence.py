@@ -139,8 +139,9 @@ def test_non_finite_scores_are_counted_and_spoil_the_estimate(bad, where):
     assert all(math.isnan(bound) for bound in result.ci)
 
 
-def test_negative_kl_counts_as_broken():
+def test_negative_kl_counts_as_broken_unless_it_is_rounding():
     assert compare([torch.zeros(2)], [torch.zeros(2)], [torch.tensor([-0.1, 0.1])]).non_finite == 1
+    assert compare([torch.zeros(2)], [torch.zeros(2)], [torch.tensor([-1e-6, 0.1])]).non_finite == 0
 
 
 def test_pairs_must_match():
