@@ -15,7 +15,7 @@ class PolicySizeConfig(Block):
     hidden: int = 192
     """Width; a multiple of 192."""
 
-    layers: int = 4
+    layers: int = 3
     """Transformer blocks."""
 
     intermediate: int = 512
