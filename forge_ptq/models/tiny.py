@@ -76,7 +76,8 @@ def config_dict(
         "head_dim": 32,
         "hidden_act": "silu",
         "hidden_size": hidden,
-        "initializer_range": 0.06,  # about 1 / sqrt(hidden): with 0.02 so narrow a model starts slowly
+        # About 1 / sqrt(hidden): with the usual 0.02 so narrow a model starts slowly.
+        "initializer_range": 0.06,
         "intermediate_size": intermediate,
         "max_position_embeddings": MAX_LENGTH,
         "num_attention_heads": hidden // 32,
