@@ -69,21 +69,53 @@ def set_environment() -> None:
         raise RuntimeError("VLLM_ENABLE_V1_MULTIPROCESSING must be 0: the engine runs in-process")
 
 
-def build_engine(engine_args: Mapping[str, Any]) -> LLMEngine:
-    """An in-process engine with slots and lanes; slot 0 serves the checkpoint in bf16."""
-    set_environment()
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.engine.llm_engine import LLMEngine
+def build_engine(engine_args: Mapping[str, Any], *, lanes: bool = True) -> LLMEngine:
+    """An in-process engine with slots and lanes; slot 0 serves the checkpoint in bf16.
 
+    ``lanes=False`` keeps vLLM's own scheduler, to measure what lanes cost.
+    """
+    set_environment()
     register()
     completed = complete_engine_args(engine_args)
-    engine = LLMEngine.from_engine_args(EngineArgs(**completed))
+    if not lanes:
+        del completed["scheduler_cls"]
+    engine = build_stock_engine(completed)
     bank = engine.vllm_config.quant_config.bank  # type: ignore[union-attr]
     bank.bind(model_runner(engine).model)
     names = checkpoint_names(Path(str(completed["model"])))
     if names:
         bank.layout.check_checkpoint(names)
     return engine
+
+
+def build_stock_engine(engine_args: Mapping[str, Any]) -> LLMEngine:
+    """An in-process engine with exactly these arguments, to compare with."""
+    set_environment()
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    return LLMEngine.from_engine_args(EngineArgs(**engine_args))
+
+
+def sample_batch(engine: LLMEngine, prompts: list[list[int]], max_tokens: int) -> int:
+    """Sample every prompt to max_tokens at temperature 1 with logprobs; returns tokens made."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=1.0,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=0,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    for index, prompt in enumerate(prompts):
+        engine.add_request(f"bench-{index}", {"prompt_token_ids": prompt}, params)
+    tokens = 0
+    while engine.has_unfinished_requests():
+        outputs: list[Any] = engine.step()
+        tokens += sum(len(o.outputs[0].token_ids) for o in outputs if o.finished)
+    return tokens
 
 
 def model_runner(engine: LLMEngine) -> Any:
