@@ -9,12 +9,11 @@ import sys
 from collections.abc import Coroutine
 from typing import Any
 
-from monarch.actor import shutdown_context
+from forge_ptq.runtime.own.start import leave_monarch
 
 log = logging.getLogger(__name__)
 
 INTERRUPTED = 130
-HOST_TIMEOUT_S = 10.0
 
 
 async def _guarded(main: Coroutine[Any, Any, Any], shutdown: Any, kill_all: Any) -> Any:
@@ -40,11 +39,6 @@ async def _guarded(main: Coroutine[Any, Any, Any], shutdown: Any, kill_all: Any)
         return INTERRUPTED
     finally:
         await shutdown()
-        await asyncio.wait_for(_leave_monarch(), 2 * HOST_TIMEOUT_S)
-
-
-async def _leave_monarch() -> None:
-    await shutdown_context(host_timeout=HOST_TIMEOUT_S)
 
 
 def run(main: Coroutine[Any, Any, Any], shutdown: Any, kill_all: Any) -> Any:
@@ -54,4 +48,7 @@ def run(main: Coroutine[Any, Any, Any], shutdown: Any, kill_all: Any) -> Any:
     traceback is printed. A second Ctrl-C kills the processes at once. Monarch cannot be used again
     in this process afterwards.
     """
-    return asyncio.run(_guarded(main, shutdown, kill_all))
+    try:
+        return asyncio.run(_guarded(main, shutdown, kill_all))
+    finally:
+        leave_monarch()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import sys
@@ -22,6 +23,8 @@ _DEFAULTS = {
     "HYPERACTOR_MESH_PROC_SPAWN_MAX_IDLE": "120s",
     "HYPERACTOR_MESH_ACTOR_SPAWN_MAX_IDLE": "120s",
 }
+HOST_TIMEOUT_S = 5.0
+LEAVE_TIMEOUT_S = 12.0
 _GREETING = b"Monarch internal logs are being written to"
 
 
@@ -59,3 +62,17 @@ def start_monarch() -> None:
     monarch.actor.config.prefix_python_logs_with_actor = False  # in the client: ours only
     with _stderr_without(_GREETING):
         monarch.actor.context()
+    atexit.unregister(leave_monarch)
+    atexit.register(leave_monarch)  # runs before Monarch's own, which then has nothing left to do
+
+
+def leave_monarch() -> None:
+    """Shuts Monarch's client down; it cannot be used again in this process. May be repeated.
+
+    A client that lost processes may not find its end (their meshes never answer). The processes
+    are gone by then, so that the interpreter may go, too.
+    """
+    try:
+        monarch.actor.shutdown_context(host_timeout=HOST_TIMEOUT_S).get(LEAVE_TIMEOUT_S)
+    except TimeoutError:
+        log.warning("monarch's client did not shut down within %g s", LEAVE_TIMEOUT_S)
