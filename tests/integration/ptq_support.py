@@ -30,6 +30,7 @@ def save_policy(directory: Path, kind: str, seed: int = 0) -> Path:
         "bos_token_id": None,
     }
     torch.manual_seed(seed)
+    model: Any
     if kind == "qwen3":
         model = Qwen3ForCausalLM(Qwen3Config(**shape, tie_word_embeddings=False))
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 
@@ -40,7 +41,7 @@ class ShardedTrainer(ForgeActor):
             dist.init_process_group("gloo")
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         full = expected_sharded()
-        placements = {
+        placements: dict[str, list[Any]] = {
             "even": [Shard(0)],
             "columns": [Shard(1)],
             "uneven": [Shard(0)],

@@ -14,6 +14,7 @@ import pytest_asyncio
 import torch
 
 from forge_ptq import runtime, store
+from forge_ptq.artifact import ArtifactRef
 from forge_ptq.config import PTQConfig
 from forge_ptq.engine.generator import QuantizedGenerator
 from forge_ptq.services.ptq import PTQ
@@ -114,7 +115,7 @@ async def test_accepted(loop):
     assert verdict.bytes > 0
     assert await loop.policy.get_version.route() == 1
     assert {entry[2:] for entry in await loop.greedy()} == {(1, verdict.artifact_id)}
-    assert (await store.get_committed()).artifact_id == verdict.artifact_id
+    assert await store.get_committed() == ArtifactRef(verdict.artifact_id, verdict.version)
 
 
 async def test_a_corrupted_candidate_never_serves_a_token(loop):
@@ -137,7 +138,9 @@ async def test_a_corrupted_candidate_never_serves_a_token(loop):
     assert {c.generator_version for c in seen} == {1}
     assert {c.metadata["artifact_id"] for c in seen} == {before[0][3]}
     assert await loop.greedy() == before
-    assert (await store.get_committed()).policy_version == 1
+    committed = await store.get_committed()
+    assert committed is not None
+    assert committed.policy_version == 1
     slots = (await loop.policy.describe.route())["slots"]
     assert verdict.artifact_id not in [slot["artifact_id"] for slot in slots]
 
@@ -218,4 +221,4 @@ async def test_generator_killed_at_the_flip_comes_back_with_the_new_artifact(loo
     monkeypatch.undo()
     assert verdict.outcome == "accepted", verdict.reason
     assert {entry[2:] for entry in await loop.greedy()} == {(9, verdict.artifact_id)}
-    assert (await store.get_committed()).artifact_id == verdict.artifact_id
+    assert await store.get_committed() == ArtifactRef(verdict.artifact_id, verdict.version)

@@ -367,7 +367,7 @@ async def test_a_replica_left_behind_is_brought_along():
     assert await committed_id() == verdict.artifact_id
 
 
-async def test_an_engine_that_runs_another_scheme_is_refused():
+async def test_an_engine_that_runs_another_scheme_is_refused(monkeypatch):
     generators = Generators()
     ptq = await launch(generators, FakeQuantizer())
     real = generators.replicas[0].describe
@@ -377,7 +377,7 @@ async def test_an_engine_that_runs_another_scheme_is_refused():
         description["slots"][1]["layers"] = {"a": "bf16"}
         return description
 
-    generators.replicas[0].describe = lying
+    monkeypatch.setattr(generators.replicas[0], "describe", lying)
     verdict = await ptq.publish(1)
     assert verdict.outcome == "kept"
     assert verdict.reason.startswith("audit: ")

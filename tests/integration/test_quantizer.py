@@ -15,8 +15,10 @@ from tests.integration.ptq_support import policy_state, random_rollouts, save_po
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-PLAN = {"default": "int8_dynamic", "overrides": {"*.gate_proj": "int8_static"}}
-PLAN["overrides"] |= {"*.up_proj": "int8_static", "*.down_proj": "bf16"}
+PLAN = {
+    "default": "int8_dynamic",
+    "overrides": {"*.gate_proj": "int8_static", "*.up_proj": "int8_static", "*.down_proj": "bf16"},
+}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", autouse=True)

@@ -124,6 +124,8 @@ def test_kl_estimates_the_nll_rise_with_less_variance():
     cand_R = cand_RV.log_softmax(-1).gather(1, tokens_R1)[:, 0]
     split = [list(t.split(100)) for t in (cand_R, ref_R, kl_per_token(ref_RV, cand_RV))]
     result = compare(*split)
+    assert result.kl is not None
+    assert result.kl_se is not None
     assert abs(result.nll_rise - result.kl) < 3 * result.nll_rise_se
     assert result.kl_se < result.nll_rise_se / 3
 

@@ -33,6 +33,7 @@ def episode(prompt: int, version: int = 0, response: int = 1, length: int = 3) -
 
 def test_rollouts_carry_tokens_boundary_and_version():
     rollout = from_episode(episode(prompt=9, version=4, response=5))
+    assert rollout is not None
     assert rollout.token_ids == [7, 9, 5, 5, 5]
     assert rollout.response_start == 2
     assert (rollout.policy_version, rollout.reward) == (4, 1.0)
@@ -42,7 +43,9 @@ def test_rollouts_carry_tokens_boundary_and_version():
 def test_version_falls_back_to_the_completions():
     one = episode(1, version=6)
     one.policy_version = None
-    assert from_episode(one).policy_version == 6
+    rollout = from_episode(one)
+    assert rollout is not None
+    assert rollout.policy_version == 6
 
 
 @pytest.mark.parametrize("field", ["prompt_ids", "token_ids"])
@@ -69,7 +72,7 @@ def test_the_two_sides_never_share_a_prompt():
 def test_digest_depends_on_all_tokens_and_their_order():
     digests = {prompt_digest(ids) for ids in ([1, 2], [2, 1], [1, 2, 0], [258], [-1])}
     assert len(digests) == 5
-    assert prompt_digest([1, 2]) == prompt_digest(torch.tensor([1, 2]))
+    assert prompt_digest([1, 2]) == prompt_digest((1, 2))
 
 
 def test_capacity_bounds_each_side_and_the_oldest_leave():
