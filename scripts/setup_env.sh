@@ -114,8 +114,13 @@ if ! "$venv/bin/python" scripts/check_env.py "${locks[@]}" >>"$log" 2>&1; then
     fi
     count=$(grep -c "^[^#]" requirements/cpu.lock)
     say "3/4 $count packages of the lock file (about two minutes, log in $log)"
-    with_progress "$count" pip install --no-deps --only-binary :all: -r requirements/cpu.lock ||
+    with_progress "$count" pip install --no-deps --no-compile --only-binary :all: \
+        -r requirements/cpu.lock ||
         failed "the packages of the lock file could not be installed"
+    say "    compiling to bytecode on all cores"
+    # pip would do it on one. Templates that some packages ship are no Python: their errors are moot.
+    "$venv/bin/python" -m compileall -q -j 0 "$venv"/lib/python3.11/site-packages \
+        >>"$log" 2>&1 9>&- || true
     pip_build -r requirements/cpu-source.lock ||
         failed "the packages of requirements/cpu-source.lock could not be built"
     "$venv/bin/python" scripts/check_env.py "${locks[@]}" 2>&1 | tee -a "$log" ||
