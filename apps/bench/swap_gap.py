@@ -22,7 +22,7 @@ def main() -> None:
     """Measure, print, write JSON."""
     cli = parser(__doc__, "swap_gap.json")
     cli.add_argument("--probes", type=int, default=8, help="sequences probed per publish")
-    cli.add_argument("--idle-lane-tokens", type=int, default=512)
+    cli.add_argument("--idle-lane-tokens", type=int, default=None, help="default: by device")
     options = cli.parse_args()
     arguments = worker_arguments(options)
     arguments |= {"probes": options.probes, "idle_lane_tokens": options.idle_lane_tokens}

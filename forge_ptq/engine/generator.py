@@ -71,7 +71,8 @@ class QuantizedGenerator(ForgeActor):
         drain_deadline_s: how long ``stage`` waits for the idle slot's last sequences before it
             restarts them on the live slot.
         plan: {"default": scheme, "overrides": {pattern: scheme}} of ``update_weights``.
-        idle_lane_tokens: most tokens of a probe or draining step while live sequences wait.
+        idle_lane_tokens: most prompt tokens of a probe step while live sequences wait; None: 64 on
+            CPU, 1024 on CUDA.
         prefetch_weights_to_shm, n_fetcher_procs: accepted as torchforge's generator accepts them;
             weights are fetched in this process, in the background.
     """
@@ -85,7 +86,7 @@ class QuantizedGenerator(ForgeActor):
         prefetch_weights_to_shm: bool = True,
         n_fetcher_procs: int = 8,
         plan: Mapping[str, Any] | None = None,
-        idle_lane_tokens: int = 512,
+        idle_lane_tokens: int | None = None,
     ) -> None:
         self._engine_args = dict(engine_args or {})
         self._sampling_params = dict(sampling_params or {})

@@ -15,8 +15,9 @@ without freeing. Consequences, all intended:
   step's requests; with the V2 runner, whose request states stay, both lanes share the limit and
   one place is kept free for a lane that waits without running;
 - ids of finished requests go out with the next step, whichever lane that is;
-- while live work waits, a step of the other lane takes at most ``idle_lane_tokens`` tokens, so
-  that a long probe is cut into chunks instead of delaying the live lane.
+- while live work waits, a step of the other lane takes at most ``idle_lane_tokens`` tokens beside
+  one for each of its running sequences, so that a long probe is cut into chunks instead of
+  delaying the live lane.
 
 Weights are switched when the step is scheduled, in the process that runs it, so steps must not
 overlap: async scheduling, pipeline and tensor parallelism are refused.
@@ -101,7 +102,8 @@ class LaneScheduler(Scheduler):
             keep = 1 if not aside and waiting_aside else 0
             self.max_num_active_reqs = max(0, self.max_num_active_reqs - len(aside) - keep)
         if slot != self.bank.live:
-            self.max_num_scheduled_tokens = min(limits[1], self.idle_lane_tokens)
+            own = self.idle_lane_tokens + len(self.running)
+            self.max_num_scheduled_tokens = min(limits[1], own)
         try:
             return super().schedule(throttle_prefills)
         finally:

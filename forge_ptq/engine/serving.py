@@ -23,6 +23,9 @@ from forge_ptq.engine.slots import SlotBank
 from forge_ptq.engine.stats import StepStats
 from forge_ptq.engine.types import RequestError, Sample, SlotInfo
 
+IDLE_LANE_TOKENS = {"cpu": 64, "cuda": 1024}
+"""Default per device: a probe step then costs about as much as a decoding step."""
+
 
 @dataclass
 class Pending:
@@ -50,8 +53,8 @@ class Serving:
         if not isinstance(scheduler, LaneScheduler):
             raise RuntimeError(f"expected a LaneScheduler, the engine has {type(scheduler)}")
         self.scheduler = scheduler
-        if idle_lane_tokens is not None:
-            scheduler.idle_lane_tokens = idle_lane_tokens
+        device = engine.vllm_config.device_config.device_type
+        scheduler.idle_lane_tokens = idle_lane_tokens or IDLE_LANE_TOKENS[device]
         config = engine.vllm_config.model_config
         self.max_model_len = int(config.max_model_len)
         self.hidden_size = int(config.get_hidden_size())
