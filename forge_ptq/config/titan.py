@@ -139,8 +139,8 @@ class CheckpointConfig(Block):
     last_save_in_hf: bool = True
     """Write the last checkpoint in HF's format as well."""
 
-    async_mode: Literal["disabled", "async"] = "disabled"
-    """`async` writes checkpoints in the background."""
+    async_mode: Literal["disabled"] = "disabled"
+    """torchforge's option; checkpoints are written between two steps, never in the background."""
 
 
 @dataclass(kw_only=True)

@@ -242,3 +242,30 @@ def test_death_at_every_point_of_a_save_leaves_a_whole_checkpoint(tmp_path):
         assert result["step"] in {2, 3}, result
         assert result["values"] == [float(result["step"])] * 3, result
     assert {r["step"] for r in killed} == {2, 3}
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_recomputing_activations_changes_nothing(policies, mode):
+    grads = []
+    for chosen in ("none", mode):
+        settings = config(policies["qwen3_tied"])
+        settings.activation_checkpoint.mode = chosen
+        engine = TrainEngine(settings, GRPOLoss())
+        grads.append(engine.step(*([x] for x in batch()))["grad_norm"])
+    assert grads[0] == pytest.approx(grads[1], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [{"dtype": "bfloat16"}, {"dtype": "float32", "mixed_precision_param": "bfloat16"}],
+)
+def test_bf16_trains_close_to_fp32(policies, precision):
+    settings = {"mixed_precision_param": "bfloat16", **precision}
+    half = TrainEngine(config(policies["qwen3_tied"], **settings), GRPOLoss())
+    full = TrainEngine(config(policies["qwen3_tied"]), GRPOLoss())
+    stored = {str(p.dtype).removeprefix("torch.") for p in half.model.parameters()}
+    assert stored == {precision["dtype"]}
+    a, b = (e.step(*([x] for x in batch())) for e in (half, full))
+    assert a["skipped"] == 0
+    for name in ("entropy", "grad_norm", "logprob"):
+        assert a[name] == pytest.approx(b[name], rel=0.1), name
