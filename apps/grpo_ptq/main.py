@@ -30,6 +30,7 @@ from .pacing import RolloutBudget
 from .tasks import Episode, Group
 
 BUFFER_POLL_S = 0.02
+PUBLISH_ATTEMPTS = 3
 
 
 async def main(cfg: RunConfig, report: RunReport) -> None:
@@ -37,13 +38,13 @@ async def main(cfg: RunConfig, report: RunReport) -> None:
     forge = await launch(cfg, report)
     try:
         start = await resume(cfg, forge, report)
-        budget = RolloutBudget(batch_episodes(cfg), cfg.off_by_n)
+        budget = RolloutBudget(batch_episodes(cfg), cfg.off_by_n, start, start)
         async with asyncio.TaskGroup() as tasks:
             rollouts = [
                 tasks.create_task(continuous_rollouts(cfg, forge, budget, report))
                 for _ in range(cfg.rollout_threads)
             ]
-            await continuous_training(cfg, forge, budget, report, start)
+            await continuous_training(cfg, forge, budget, report, start, tasks)
             for task in rollouts:
                 task.cancel()
     finally:
@@ -64,7 +65,7 @@ async def resume(cfg: RunConfig, forge: Components, report: RunReport) -> int:
         report.note(f"resuming after step {step}")
         await forge.dataset.seek.call_one(step * batch_episodes(cfg) // cfg.group_size)
         await forge.trainer.push_weights.call(step)
-        await publish(cfg, forge, report, step)
+        await serve(cfg, forge, report, step)
     return step
 
 
@@ -130,10 +131,7 @@ async def rollout(cfg: RunConfig, forge: Components, pad_id: int, report: RunRep
 
     tokens = sum(e.response_length for e in group)
     record_metric("main/rollout/response_tokens", tokens, Reduce.SUM)
-    rewards = [e.reward for e in group if e.reward is not None]
-    for version in {e.policy_version for e in group}:
-        report.add_rollout(tokens=0, version=version)
-    report.add_rollout(tokens=tokens, rewards=rewards)
+    report.add_rollout(tokens=tokens, versions=[e.policy_version for e in group])
     return group
 
 
@@ -141,40 +139,36 @@ async def rollout(cfg: RunConfig, forge: Components, pad_id: int, report: RunRep
 
 
 async def continuous_training(
-    cfg: RunConfig, forge: Components, budget: RolloutBudget, report: RunReport, step: int
+    cfg: RunConfig,
+    forge: Components,
+    budget: RolloutBudget,
+    report: RunReport,
+    step: int,
+    tasks: asyncio.TaskGroup,
 ) -> None:
-    """Trains until `trainer.training.steps`, publishing new versions to the generator."""
+    """Trains until `trainer.training.steps`. New versions are published beside the next step; a
+    publish that fails for good ends the run through `tasks`."""
     publishing: asyncio.Task[None] | None = None
-    batch_size = batch_episodes(cfg)
-    try:
-        while step < cfg.trainer.training.steps:
-            with report.phase("train/wait_for_rollouts"):
-                inputs, targets = await next_batch(forge, budget, step)
-            if cfg.off_by_n:
-                await budget.release(batch_size)
+    while step < cfg.trainer.training.steps:
+        with report.phase("train/wait_for_rollouts"):
+            inputs, targets = await next_batch(forge, budget, step)
+        await budget.taken(batch_episodes(cfg))
 
-            with report.phase("train/step"):
-                metrics = await forge.train_step(inputs, targets)
-            step += 1
+        with report.phase("train/step"):
+            metrics = await forge.train_step(inputs, targets)
+        step += 1
 
-            if publishing:
-                with report.phase("train/wait_for_publish"):
-                    await publishing
-            if step % cfg.ptq.publish_every == 0 or step == cfg.trainer.training.steps:
-                with report.phase("train/push_weights"):
-                    await forge.trainer.push_weights.call(step)
-                publishing = asyncio.create_task(publish(cfg, forge, report, step))
-            if cfg.off_by_n == 0:
-                if publishing:
-                    await publishing
-                await budget.release(batch_size)
-
-            await end_step(forge, report, step, metrics)
         if publishing:
-            await publishing
-    finally:
-        if publishing:
-            publishing.cancel()
+            with report.phase("train/wait_for_publish"):
+                await publishing
+        if step % cfg.ptq.publish_every == 0 or step == cfg.trainer.training.steps:
+            with report.phase("train/push_weights"):
+                await forge.trainer.push_weights.call(step)
+            publishing = tasks.create_task(publish(cfg, forge, budget, report, step))
+
+        await end_step(forge, report, step, mean_reward(inputs), metrics)
+    if publishing:
+        await publishing
 
 
 async def next_batch(forge: Components, budget: RolloutBudget, step: int) -> Any:
@@ -185,32 +179,48 @@ async def next_batch(forge: Components, budget: RolloutBudget, step: int) -> Any
     return batch
 
 
-async def publish(cfg: RunConfig, forge: Components, report: RunReport, version: int) -> None:
-    """Offers `version` to the generator. A refused one leaves the last good version serving; where
-    that would be too old to train on, the new version is served in full precision instead."""
+async def publish(
+    cfg: RunConfig, forge: Components, budget: RolloutBudget, report: RunReport, version: int
+) -> None:
+    """Offers `version` to the generator and lets rollouts on."""
+    await budget.serves(await serve(cfg, forge, report, version))
+
+
+async def serve(cfg: RunConfig, forge: Components, report: RunReport, version: int) -> int:
+    """Offers `version` to the generator; returns the version that serves then. A refused candidate
+    leaves the last good version serving, unless that is too old to train on: then the new version
+    is served in full precision."""
     with report.phase("publish"):
         if forge.ptq is None:
             await forge.policy.update_weights.fanout(version)
-            return
+            return version
         too_old = version - forge.ptq.served_version > cfg.off_by_n
-        verdict = await forge.ptq.publish(version, must_serve=too_old)
-    report.add_publish(verdict)
-    if verdict.outcome == "kept" and too_old:
-        raise RuntimeError(
-            f"version {version} could not be served ({verdict.reason}) and version "
-            f"{forge.ptq.served_version} is too old for off_by_n = {cfg.off_by_n}"
-        )
+        for _ in range(PUBLISH_ATTEMPTS):
+            verdict = await forge.ptq.publish(version, must_serve=too_old)
+            report.add_publish(verdict)
+            if not (too_old and verdict.outcome == "kept"):
+                return forge.ptq.served_version
+    raise RuntimeError(
+        f"version {version} could not be served in {PUBLISH_ATTEMPTS} attempts "
+        f"({verdict.reason}) and version {forge.ptq.served_version} is too old to train on "
+        f"with off_by_n = {cfg.off_by_n}"
+    )
+
+
+def mean_reward(inputs: list[dict[str, Any]]) -> float:
+    """Mean reward of the episodes of one training step."""
+    return float(torch.cat([rank["rewards"] for rank in inputs]).mean())
 
 
 async def end_step(
-    forge: Components, report: RunReport, step: int, metrics: dict[str, float]
+    forge: Components, report: RunReport, step: int, reward: float, metrics: dict[str, float]
 ) -> None:
     """Metrics of all processes to W&B and the console, and the run's summary to its folder."""
     with report.phase("train/metrics"):
         reduced = await forge.metric_logger.flush.call_one(step)
     age = reduced.get("buffer/sample/max_sampled_policy_age", math.nan)
     metrics = {f"train_{k}" if k == "tokens" else k: v for k, v in metrics.items() if k != "step"}
-    report.end_step(step, metrics={**metrics, "policy_age_max": age})
+    report.end_step(step, reward, {**metrics, "policy_age_max": age})
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
 """How far rollouts may run ahead of training.
 
-GRPO with `off_by_n` trains step s on episodes whose policy version is at least s - off_by_n. An
-episode that waits longer is evicted from the replay buffer unread, so generating it was wasted
-work. `RolloutBudget` bounds the episodes that are in flight or waiting to `off_by_n + 1` training
-batches: the generator then never runs further ahead than the trainer can use, and with
-`off_by_n = 0` the loop is synchronous, because the budget of a batch comes back only when the next
-version has been published.
+GRPO with `off_by_n` trains step s (making version s + 1) on episodes of version s - off_by_n or
+newer. What is generated beyond that is evicted from the replay buffer unread: wasted work, on the
+processors that the trainer needs. While the generator serves version v, its episodes can be trained
+on up to step v + off_by_n, so all episodes ever started are bounded by
+
+    (v + off_by_n + 1) * batch_size
+
+With `off_by_n = 0` this is the synchronous loop: after a batch has been taken, nothing may start
+until the next version serves.
 """
 
 from __future__ import annotations
@@ -14,30 +17,37 @@ import asyncio
 
 
 class RolloutBudget:
-    """A counting budget of episodes, shared by the rollout tasks and the training loop.
+    """Counts episodes: taken by training, waiting in the buffer, in flight.
 
     Called in this order::
 
         rollout task:   await budget.acquire(group_size) -> generate -> budget.delivered(group_size)
-        training loop:  batch = sample();  budget.release(batch_size) once rollouts may replace it
-                        sample() is None -> budget.reclaim_evicted()
+        training loop:  batch = sample();  await budget.taken(batch_size)
+                        sample() is None -> await budget.reclaim_evicted()
+                        after a publish: await budget.serves(version)
     """
 
-    def __init__(self, batch_size: int, off_by_n: int) -> None:
-        """`batch_size`: episodes per training step; `off_by_n`: allowed policy age in steps."""
-        self.capacity = batch_size * (off_by_n + 1)
+    def __init__(self, batch_size: int, off_by_n: int, step: int = 0, version: int = 0) -> None:
+        """`batch_size`: episodes per training step; `off_by_n`: allowed policy age in steps;
+        `step`, `version`: where a resumed run stands."""
+        self._batch_size = batch_size
+        self._off_by_n = off_by_n
+        self._taken = step * batch_size
+        self._version = version
         self._in_flight = 0
         self._waiting = 0
         self._blocked = 0
         self._changed = asyncio.Condition()
 
     async def acquire(self, episodes: int) -> None:
-        """Wait until `episodes` more may be generated. A group larger than the whole budget is let
-        through alone, so that no configuration can block for ever."""
+        """Wait until `episodes` more may be generated. A group larger than what is left of the
+        bound goes through alone, so that no group size can block for ever."""
 
         def fits() -> bool:
-            used = self._in_flight + self._waiting
-            return used == 0 or used + episodes <= self.capacity
+            started = self._taken + self._waiting + self._in_flight
+            bound = (self._version + self._off_by_n + 1) * self._batch_size
+            alone = self._waiting + self._in_flight == 0
+            return started + episodes <= bound or (alone and started < bound)
 
         async with self._changed:
             self._blocked += 1
@@ -54,16 +64,23 @@ class RolloutBudget:
             self._waiting += kept
             self._changed.notify_all()
 
-    async def release(self, episodes: int) -> None:
-        """A batch of `episodes` was trained on; as many may be generated anew."""
+    async def taken(self, episodes: int) -> None:
+        """Training took `episodes` from the buffer."""
         async with self._changed:
+            self._taken += episodes
             self._waiting = max(0, self._waiting - episodes)
+            self._changed.notify_all()
+
+    async def serves(self, version: int) -> None:
+        """New requests are answered by `version`."""
+        async with self._changed:
+            self._version = version
             self._changed.notify_all()
 
     async def reclaim_evicted(self) -> None:
         """Call when the buffer had too little for a batch. If rollouts are blocked although nothing
-        is in flight, what counts as waiting was evicted as too old: its budget comes back."""
+        is in flight, what counts as waiting was evicted as too old: it is made up for."""
         async with self._changed:
-            if self._blocked and not self._in_flight:
+            if self._blocked and not self._in_flight and self._waiting:
                 self._waiting = 0
                 self._changed.notify_all()

@@ -113,7 +113,8 @@ Group = list[Episode]
 def collate(batches: list[Group]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Episodes to tensors, one (inputs, targets) pair per data-parallel rank.
 
-    inputs: tokens [B, request_len + response_len] int64, prompt_lens [B] int64.
+    inputs: tokens [B, request_len + response_len] int64, prompt_lens [B] int64, rewards [B] fp32
+    (for the record).
     targets: response [B, R] int64, padding_mask [B, R] bool, ref_logprobs [B, R] fp32,
     generator_logprobs [B, R] fp32, advantages [B, 1] fp32.
     """
@@ -129,6 +130,7 @@ def collate(batches: list[Group]) -> tuple[list[dict[str, Any]], list[dict[str, 
             {
                 "tokens": torch.cat([request, response], dim=1),
                 "prompt_lens": torch.tensor([e.prompt_length for e in batch]),
+                "rewards": torch.tensor([e.reward for e in batch], dtype=torch.float32),
             }
         )
         targets.append(

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forge_ptq.config import Block, LRSchedulerConfig, OptimizerConfig
+from forge_ptq.config.block import TrueShare
 
 
 @dataclass(kw_only=True)
@@ -35,8 +36,8 @@ class DemonstrationsConfig(Block):
     prompt_template: str = "{question}\n"
     """The prompt; `{question}` is replaced. The GRPO run's dataset.prompt_template."""
 
-    error_rate: float = 0.0
-    """Share of the worked steps that are wrong on purpose (demonstrations.py says why)."""
+    untagged_rate: TrueShare = 0.5
+    """Share of the solutions without the answer tag (demonstrations.py says why)."""
 
 
 @dataclass(kw_only=True)
@@ -47,7 +48,7 @@ class SFTConfig(Block):
     """Checkpoint folder to make. One already made from the same configuration is kept."""
 
     seed: int = 0
-    """Seed of the initial weights and of the wrong steps."""
+    """Seed of the initial weights and of the missing tags."""
 
     steps: int
     """Optimizer steps."""

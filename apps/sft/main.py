@@ -119,7 +119,7 @@ def train(config: SFTConfig, assets: Path) -> Any:
         for _ in range(config.batch_size):
             entry = next(questions)
             prompt = demos.prompt_template.replace("{question}", entry["question"])
-            response = tokenizer(solve(entry, rng, demos.error_rate)).input_ids
+            response = tokenizer(solve(entry, rng, demos.untagged_rate)).input_ids
             pairs.append((tokenizer(prompt).input_ids, [*response, tokenizer.eos_token_id]))
         inputs, targets = collate(pairs, tokenizer.pad_token_id)
         metrics = engine.step([inputs], [targets])

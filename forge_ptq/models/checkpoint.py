@@ -46,7 +46,9 @@ def is_current(folder: str | Path, fingerprint_: str) -> bool:
     return found is not None and found.get("fingerprint") == fingerprint_
 
 
-def write_folder(target: str | Path, fill: Callable[[Path], None], info: Mapping[str, Any]) -> Path:
+def write_folder(
+    target: str | Path, fill: Callable[[Path], object], info: Mapping[str, Any]
+) -> Path:
     """Calls `fill(temporary folder)`, adds the marker with `info`, renames it to `target`.
 
     An existing `target` is replaced. A crash leaves at most a `.partial-*` folder beside it.

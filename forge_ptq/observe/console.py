@@ -40,7 +40,7 @@ def publish_line(record: Mapping[str, Any]) -> str:
     """One publish in one line."""
     verdict, rise = record["verdict"], record.get("perplexity_rise")
     text = f"version {record['version']}: {verdict}"
-    if is_number(rise):
+    if is_number(rise) and verdict == "accepted":
         text += f", perplexity rise {percent(rise)}, KL {number(record.get('kl'), '.2g')}"
     timings = [
         f"{name} {number(record[key], '.2f')} s"

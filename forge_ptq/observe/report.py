@@ -2,7 +2,7 @@
 
     with RunReport(run_dir, config, view) as report:       # writes the summary however it ends
         with report.phase("rollout/generate"): ...         # seconds per phase
-        report.add_rollout(tokens=120, rewards=[1.0, 0.0])
+        report.add_rollout(tokens=120, versions=[3])
         report.add_publish(verdict)
         report.end_step(step, reward=0.5, metrics={...})
 
@@ -77,7 +77,6 @@ class RunReport:
         self._publishes: list[dict[str, Any]] = []
         self._events: list[dict[str, Any]] = []
         self._phases: dict[str, list[float]] = {}
-        self._pending_rewards: list[float] = []
         self._tokens = 0
         self._served: set[int] = set()
         self._resumed_from = 0
@@ -99,17 +98,13 @@ class RunReport:
             with self._lock:
                 self._phases.setdefault(name, []).append(time.monotonic() - begin)
 
-    def add_rollout(
-        self, *, tokens: int, rewards: Iterable[float] = (), version: int | None = None
-    ) -> None:
-        """One group of responses: their tokens in all, their rewards, who sampled them."""
+    def add_rollout(self, *, tokens: int, versions: Iterable[int | None] = ()) -> None:
+        """One group of responses: their tokens in all, and the policy versions that made them."""
         with self._lock:
-            if version is not None:
-                self._served.add(version)
+            self._served.update(version for version in versions if version is not None)
             if self._first_rollout is None:
                 self._first_rollout = time.monotonic()
             self._tokens += tokens
-            self._pending_rewards += [float(r) for r in rewards]
 
     def add_publish(self, verdict: Any) -> dict[str, Any]:
         """The verdict on one candidate: a dataclass or a mapping with at least version, outcome."""
@@ -136,20 +131,18 @@ class RunReport:
             self._view.note(text)
 
     def end_step(
-        self, step: int, reward: float | None = None, metrics: Mapping[str, float] | None = None
+        self, step: int, reward: float, metrics: Mapping[str, float] | None = None
     ) -> dict[str, Any]:
         """Closes training step `step` and rewrites the summary.
 
-        `reward`: mean reward of the batch trained on; left out, the mean over the rollouts added
-        since the last step. `metrics`: further numbers of the step, kept as they are.
+        `reward`: mean reward of the batch trained on. `metrics`: further numbers of the step, kept
+        as they are.
         """
         with self._lock:
-            value = mean(self._pending_rewards) if reward is None else float(reward)
-            self._pending_rewards.clear()
             record = {
                 "step": step,
                 "at_s": self._elapsed(),
-                "reward": value,
+                "reward": reward,
                 "tokens": self._tokens,
                 **{k: float(v) for k, v in (metrics or {}).items()},
             }

@@ -39,7 +39,8 @@ def save_qwen3(directory: Path, *, tied: bool, seed: int = 0) -> Path:
         tie_word_embeddings=tied,
         initializer_range=0.15,
     )
-    model = Qwen3ForCausalLM(config).to(torch.bfloat16)
+    model: Any = Qwen3ForCausalLM(config)
+    model.to(torch.bfloat16)
     randomize(model)
     model.save_pretrained(directory)
     return directory
@@ -61,7 +62,8 @@ def save_qwen2(directory: Path, *, seed: int = 0) -> Path:
         tie_word_embeddings=True,
         initializer_range=0.15,
     )
-    model = Qwen2ForCausalLM(config).to(torch.bfloat16)
+    model: Any = Qwen2ForCausalLM(config)
+    model.to(torch.bfloat16)
     randomize(model)
     model.save_pretrained(directory)
     return directory
@@ -84,7 +86,8 @@ def save_llama(directory: Path, *, seed: int = 0) -> Path:
         tie_word_embeddings=True,
         initializer_range=0.15,
     )
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model: Any = LlamaForCausalLM(config)
+    model.to(torch.bfloat16)
     randomize(model)
     model.save_pretrained(directory)
     return directory

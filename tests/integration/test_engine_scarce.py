@@ -34,7 +34,9 @@ def scarce(tmp_path_factory: pytest.TempPathFactory) -> Any:
     harness.thread.stop()
 
 
-def test_preemption_keeps_versions_apart(scarce: tuple[Harness, Path]) -> None:
+def test_preemption_keeps_versions_apart(
+    scarce: tuple[Harness, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """More sequences than blocks in both lanes, probes among them: all finish, none mixes."""
     harness, directory = scarce
     state = hf_state(directory)
@@ -51,13 +53,13 @@ def test_preemption_keeps_versions_apart(scarce: tuple[Harness, Path]) -> None:
         assert scheduler._slot_of[request.request_id] == scheduler.step_slot
         preempt(request, *args, **kwargs)
 
-    scheduler._preempt_request = watched
+    monkeypatch.setattr(scheduler, "_preempt_request", watched)
     old = harness.start(asked, max_tokens=60)
     harness.publish(b)
     new = harness.start(asked, max_tokens=60)
     done_old = [future.result(120) for future in old]
     done_new = [future.result(120) for future in new]
-    scheduler._preempt_request = preempt
+    monkeypatch.undo()
     assert {old_or_new for old_or_new, _ in preempted} == {0, 1}, "blocks were not scarce"
     assert {s.policy_version for s in done_old} == {1}
     assert {s.policy_version for s in done_new} == {2}

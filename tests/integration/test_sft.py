@@ -1,6 +1,7 @@
 """The warm-up: what it imitates, what it leaves behind, and that it is done once."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -40,9 +41,10 @@ def test_warm_up_leaves_a_policy_that_loads_and_is_made_once(tmp_path, capsys):
     state = dict(checkpoint.iter_tensors(folder))
     assert {t.dtype for t in state.values()} == {torch.bfloat16}
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model, report = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True
     )
+    model, report = loaded
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     ids = torch.tensor([tokenizer("State the final answer").input_ids])
@@ -69,5 +71,5 @@ def test_a_loss_that_falls(tmp_path, capsys):
 def test_bad_configuration_is_named(capsys):
     with pytest.raises(ConfigError, match=r"steps"):
         sft.load(CONFIG, ["step=3"])
-    with pytest.raises(SystemExit, match=r"demonstrations\.error_rate"):
-        sft.main(["--config", CONFIG, "demonstrations.error_rate=much"])
+    with pytest.raises(SystemExit, match=r"demonstrations\.untagged_rate"):
+        sft.main(["--config", CONFIG, "demonstrations.untagged_rate=much"])

@@ -74,9 +74,9 @@ def batch(size: int = 4, seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]
 
 def config(policy: Path, folder: Path | None = None, **training: Any) -> TrainerConfig:
     """A trainer's configuration; checkpoints go to `folder`, None turns them off."""
-    kind = "qwen3" if "Qwen3" in (policy / "config.json").read_text() else "llama3"
+    qwen3 = "Qwen3" in (policy / "config.json").read_text()
     return TrainerConfig(
-        model=ModelConfig(name=kind, hf_assets_path=str(policy)),
+        model=ModelConfig(name="qwen3" if qwen3 else "llama3", hf_assets_path=str(policy)),
         optimizer=OptimizerConfig(lr=1e-2),
         lr_scheduler=LRSchedulerConfig(warmup_steps=3, decay_ratio=None),
         training=TrainingConfig(

@@ -44,7 +44,7 @@ def test_scores_equal_the_formulas(vocab: int, scale: float, cap: float | None) 
             z = [cap * torch.tanh(side / cap) for side in z]
         p, q = (torch.log_softmax(side * scale, -1) for side in z)
         targets = torch.tensor(sequence.token_ids[sequence.response_start :])[:, None]
-        close = {"rtol": 1e-4, "atol": 1e-4}
+        close: Any = {"rtol": 1e-4, "atol": 1e-4}
         torch.testing.assert_close(one.logprobs.double(), p.gather(1, targets)[:, 0], **close)
         assert one.reference_logprobs is not None
         assert one.kl is not None

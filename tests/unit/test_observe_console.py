@@ -22,8 +22,8 @@ def run(tmp_path: Path, *, terminal: bool) -> str:
         report.note("starting the [generator]")
         for step in (1, 2, 3):
             with report.phase("train/step"):
-                report.add_rollout(tokens=10, rewards=[step / 10])
-            report.end_step(step, metrics={"loss": math.nan if step == 1 else 0.25})
+                report.add_rollout(tokens=10)
+            report.end_step(step, step / 10, {"loss": math.nan if step == 1 else 0.25})
         report.add_publish({"version": 2, "outcome": "accepted", "perplexity_rise": 0.0123})
         report.add_publish(
             {
@@ -42,7 +42,7 @@ def test_plain_lines_without_a_terminal(tmp_path: Path) -> None:
     assert "step 3/3  reward 0.300  loss 0.2500  30 tokens" in text
     assert "step 1/3  reward 0.100  loss -" in text
     assert "version 2: accepted, perplexity rise 1.23 %" in text
-    assert "version 3: kept, perplexity rise 500.00 %" in text
+    assert "version 3: kept: over the limit" in text
     assert "over the limit" in text
     assert "1 accepted, 1 refused" in text
     assert "results" in text

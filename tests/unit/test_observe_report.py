@@ -37,8 +37,8 @@ def test_a_whole_run(run_dir: RunDir) -> None:
     with RunReport(run_dir, CONFIG) as report:
         for step in range(1, 31):
             with report.phase("rollout/generate"):
-                report.add_rollout(tokens=100, rewards=[0.0, step / 30])
-            report.end_step(step, metrics={"loss": 0.5})
+                report.add_rollout(tokens=100, versions=[step - 1, None])
+            report.end_step(step, step / 60, {"loss": 0.5})
         report.add_publish(
             Verdict(
                 10, "accepted", perplexity_rise=0.01, kl=0.01, stage_s=0.2, pause_s=0.03, bytes=9
@@ -54,6 +54,7 @@ def test_a_whole_run(run_dir: RunDir) -> None:
     assert summary["reward_first10"] == pytest.approx(5.5 / 60)
     assert summary["reward_last10"] == pytest.approx(25.5 / 60)
     assert summary["tokens"] == 3000
+    assert summary["served_versions"] == list(range(30))
     assert summary["tokens_per_s"] > 0
     assert summary["wall_s"] >= 0
     assert summary["seed"] == 3
@@ -97,7 +98,7 @@ def test_numbers_that_are_none(run_dir: RunDir) -> None:
     with RunReport(run_dir, CONFIG) as report:
         report.end_step(1, reward=math.nan, metrics={"loss": math.inf})
         report.end_step(2, reward=0.5)
-        report.end_step(3)  # no rollout since the last step
+        report.end_step(3, reward=-math.inf)
         report.add_publish({"version": 1, "outcome": "kept", "perplexity_rise": math.nan})
         report.add_publish(
             {"version": 2, "outcome": "kept", "perplexity_rise": 1e30, "refused": True}
@@ -152,7 +153,7 @@ def test_phases_add_up_over_threads_and_count_failures(run_dir: RunDir) -> None:
     def work() -> None:
         for _ in range(200):
             with report.phase("a"):
-                report.add_rollout(tokens=1, rewards=[1.0])
+                report.add_rollout(tokens=1)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:

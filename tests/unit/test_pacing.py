@@ -1,4 +1,4 @@
-"""The rollout budget: rollouts never run further ahead than training can use, and never stall."""
+"""The rollout budget: nothing is generated that is too old to train on, and nothing stalls."""
 
 import asyncio
 
@@ -14,15 +14,41 @@ async def _blocks(coroutine) -> bool:
     return blocked
 
 
-async def test_capacity_is_off_by_n_plus_one_batches():
+async def test_off_by_n_batches_ahead_of_the_served_version():
     budget = RolloutBudget(batch_size=8, off_by_n=1)
     for _ in range(4):
         await budget.acquire(4)
     assert await _blocks(budget.acquire(4))
-    await budget.delivered(4, kept=4)
-    assert await _blocks(budget.acquire(4)), "a waiting episode still uses the budget"
-    await budget.release(4)
+    await budget.delivered(16, kept=16)
+    assert await _blocks(budget.acquire(4)), "waiting episodes count"
+    await budget.taken(8)
+    assert await _blocks(budget.acquire(4)), "version 0 must not start what only step 2 could take"
+    await budget.serves(1)
     assert not await _blocks(budget.acquire(4))
+
+
+async def test_synchronous_waits_for_the_next_version():
+    budget = RolloutBudget(batch_size=4, off_by_n=0)
+    await budget.acquire(4)
+    await budget.delivered(4, kept=4)
+    await budget.taken(4)
+    assert await _blocks(budget.acquire(4))
+    await budget.serves(1)
+    assert not await _blocks(budget.acquire(4))
+
+
+async def test_refused_version_leaves_the_rest_of_the_bound():
+    budget = RolloutBudget(batch_size=4, off_by_n=1)
+    await budget.acquire(4)
+    await budget.delivered(4, kept=4)
+    await budget.taken(4)  # makes version 1, which is refused: version 0 serves on
+    assert not await _blocks(budget.acquire(4)), "an episode of version 0 may train step 1"
+
+
+async def test_resumed_run_starts_where_it_stood():
+    budget = RolloutBudget(batch_size=4, off_by_n=0, step=7, version=7)
+    assert not await _blocks(budget.acquire(4))
+    assert await _blocks(budget.acquire(1))
 
 
 async def test_dropped_episodes_give_their_budget_back():
@@ -32,16 +58,17 @@ async def test_dropped_episodes_give_their_budget_back():
     assert not await _blocks(budget.acquire(4))
 
 
-async def test_group_larger_than_the_budget_goes_through_alone():
+async def test_group_larger_than_the_bound_goes_through_alone():
     budget = RolloutBudget(batch_size=4, off_by_n=0)
     await budget.acquire(16)
     assert await _blocks(budget.acquire(1))
     await budget.delivered(16, kept=16)
-    await budget.release(16)
-    assert not await _blocks(budget.acquire(16))
+    await budget.taken(4)
+    await budget.serves(1)
+    assert await _blocks(budget.acquire(16)), "twelve episodes still wait"
 
 
-async def test_evicted_episodes_are_reclaimed_only_when_rollouts_are_stuck():
+async def test_evicted_episodes_are_made_up_for_only_when_rollouts_are_stuck():
     budget = RolloutBudget(batch_size=4, off_by_n=0)
     await budget.acquire(4)
     await budget.delivered(4, kept=4)

@@ -129,12 +129,12 @@ class ProcessGroup:
         if self.alive():
             try:
                 await asyncio.wait_for(in_order(), timeout_s)
+                if await self._gone(timeout_s):
+                    return
             except TimeoutError:
                 log.warning("%s did not stop within %g s; killing it", self.name, timeout_s)
             except RuntimeError as error:
                 log.warning("%s did not stop in order (%s); killing it", self.name, error)
-            if await self._gone(timeout_s):
-                return
         self.ref.kill()
         if not await self._gone(STOP_TIMEOUT_S):
             raise RuntimeError(f"processes {self.ref.pids} of {self.name} survive SIGKILL")
