@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +11,7 @@ from forge_ptq.config import RunConfig, to_plain
 from forge_ptq.engine.generator import QuantizedGenerator
 from forge_ptq.loss import GRPOLoss
 from forge_ptq.observe.report import RunReport
+from forge_ptq.observe.summary import write_json
 from forge_ptq.services.ptq import PTQ
 from forge_ptq.services.quantizer import Quantizer
 from forge_ptq.training.reference_model import ReferenceModel
@@ -112,9 +112,29 @@ async def launch(cfg: RunConfig, report: RunReport) -> Components:
             cfg.ptq, policy=forge.policy, quantizer=forge.quantizer, inject=cfg.debug.inject
         )
     await metric_logger.init_backends.call_one(backends(cfg, report))
-    pids = report.run_dir.path / "pids.json"
-    pids.write_text(json.dumps(await forge.pids(), indent=2))
+    await watch(forge, report)
     return forge
+
+
+async def watch(forge: Components, report: RunReport) -> None:
+    """Keeps pids.json in the run's folder true, and tells of every replica that came back."""
+
+    async def write_pids() -> None:
+        write_json(report.run_dir.path / "pids.json", await forge.pids())
+
+    def on_respawn(name: str) -> Any:
+        async def respawned(replica: int, actor: Any) -> None:
+            del actor
+            report.add_event("respawn", f"{name} died and was respawned (replica {replica})")
+            await write_pids()
+
+        return respawned
+
+    for name in ("policy", "rewards", "ref_model", "quantizer"):
+        service = getattr(forge, name)
+        if service is not None:
+            service.on_respawn(on_respawn(name))
+    await write_pids()
 
 
 def provisioner_config(cfg: RunConfig) -> runtime.ProvisionerConfig | None:
