@@ -27,7 +27,7 @@ def test_demonstrations_are_right_unless_told_otherwise(questions):
     entries = [next(questions) for _ in range(200)]
     assert all(scorer(solve(e, rng, 0.0), e).reward == 1.0 for e in entries)
     right = sum(scorer(solve(e, rng, 0.2), e).reward for e in entries) / 200
-    assert 0.5 < right < 0.75  # 0.8 ** 2 or 3
+    assert 0.7 < right < 0.9
 
 
 def test_warm_up_leaves_a_policy_that_loads_and_is_made_once(tmp_path, capsys):
@@ -63,7 +63,7 @@ def test_a_loss_that_falls(tmp_path, capsys):
         ["--config", CONFIG, *SMALL, "steps=26", f"output={tmp_path / 'p'}",
          "lr_scheduler.warmup_steps=2"]
     )  # fmt: skip
-    lines = [line for line in capsys.readouterr().out.splitlines() if "loss" in line]
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warm-up")]
     losses = [float(line.split("loss")[1].split()[0]) for line in lines]
     assert losses[-1] < 0.7 * losses[0]
 
