@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,10 @@ from forge_ptq.training.trainer import TitanTrainer
 
 from .tasks import ComputeAdvantages, DatasetActor, RewardActor, collate
 
+log = logging.getLogger(__name__)
+
 CLOSE_TIMEOUT_S = 20.0
+"""For each part that closes in order."""
 
 
 @dataclass
@@ -38,12 +42,28 @@ class Components:
     ptq: PTQ | None = None
 
     async def train_step(self, inputs: Any, targets: Any) -> dict[str, float]:
-        """One step on every rank; the metrics are over all ranks and equal on each."""
-        return _first(await self.trainer.train_step.call(inputs, targets))
+        """One step on every rank; the metrics are over all ranks and equal on each. A checkpoint
+        made after it remembers the dataset's position."""
+        extra = {"position": await self.dataset.position.call_one()}
+        return _first(await self.trainer.train_step.call(inputs, targets, extra))
 
     async def resume_step(self) -> int:
         """Steps that the trainer's checkpoint holds."""
         return _first(await self.trainer.resume_step.call())
+
+    async def resume_position(self) -> int:
+        """Questions that had been handed out when the checkpoint was made."""
+        extra = _first(await self.trainer.resume_extra.call())
+        return int(extra.get("position", 0))
+
+    async def serve_unquantized(self, version: int) -> None:
+        """The pushed bf16 weights straight into the generator, when there is no PTQ to gate."""
+        results = await self.policy.update_weights.fanout(version)
+        if len(results) == 0:
+            raise RuntimeError(f"no generator replica took version {version}")
+        for old in await store.weight_versions():
+            if old < version:
+                await store.drop_weights(old)
 
     async def pids(self) -> dict[str, list[int]]:
         """Process ids by component, for operators and for tests that kill them."""
@@ -52,12 +72,17 @@ class Components:
         return {name: await runtime.pids(handle) for name, handle in handles.items()}
 
     async def close(self) -> None:
-        """Ends what must end in order: publishes, metrics, the store. Processes end afterwards."""
-        async with asyncio.timeout(CLOSE_TIMEOUT_S):
-            if self.ptq is not None:
-                await self.ptq.close()
-            await self.metric_logger.shutdown.call_one()
-            await store.shutdown()
+        """Ends what must end in order: publishes, metrics, the store. Processes end afterwards.
+        Never raises: a run that fails has a cause worth telling, which this must not replace."""
+        parts = {"metrics": self.metric_logger.shutdown.call_one, "store": store.shutdown}
+        if self.ptq is not None:
+            parts = {"ptq": self.ptq.close, **parts}
+        for name, close in parts.items():
+            try:
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    await close()
+            except Exception:
+                log.exception("closing %s failed; its processes are ended all the same", name)
 
 
 def _first(results: Any) -> Any:
@@ -84,8 +109,14 @@ async def launch(cfg: RunConfig, report: RunReport) -> Components:
         return handle
 
     spawning = {
-        "dataset": DatasetActor.options(**actors["dataset"]).as_actor(**plain["dataset"]),
-        "policy": QuantizedGenerator.options(**services["policy"]).as_service(**plain["policy"]),
+        "dataset": DatasetActor.options(**actors["dataset"]).as_actor(
+            **plain["dataset"], max_tokens=cfg.max_req_tokens
+        ),
+        "policy": QuantizedGenerator.options(**services["policy"]).as_service(
+            # Its own plan counts only without PTQ: then the generator quantizes nothing.
+            **plain["policy"],
+            plan={"default": "bf16"},
+        ),
         "rewards": RewardActor.options(**services["reward_actor"]).as_service(**plain["reward"]),
         "advantages": ComputeAdvantages.options(**actors["compute_advantages"]).as_actor(),
         "ref_model": ReferenceModel.options(**services["ref_model"]).as_service(

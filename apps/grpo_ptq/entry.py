@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Coroutine
@@ -53,11 +54,10 @@ def run_app(main: Main, usage: str, argv: list[str] | None = None) -> int:
     if code == FAILED:
         print(f"logs: {run_dir.logs}", file=sys.stderr)
     if code in (FAILED, INTERRUPTED) and cfg.trainer.checkpoint.enable:
-        print(
-            f"resume: python -m apps.grpo_ptq.main --config {arguments.config} "
-            f"{' '.join([*arguments.overrides, f'run_name={run_dir.name}'])}",
-            file=sys.stderr,
-        )
+        others = [o for o in arguments.overrides if not o.startswith("run_name=")]
+        command = ["python", "-m", "apps.grpo_ptq.main", "--config", arguments.config]
+        command += [*others, f"run_name={run_dir.name}"]
+        print(f"resume: {shlex.join(command)}", file=sys.stderr)
     return code
 
 

@@ -31,14 +31,15 @@ from .tasks import Episode, Group
 
 BUFFER_POLL_S = 0.02
 PUBLISH_ATTEMPTS = 3
+PUBLISH_PAUSE_S = 2.0
 
 
 async def main(cfg: RunConfig, report: RunReport) -> None:
     """One run, from start to the last training step. Raises the first failure of any part."""
     forge = await launch(cfg, report)
     try:
-        start = await resume(cfg, forge, report)
-        budget = RolloutBudget(batch_episodes(cfg), cfg.off_by_n, start, start)
+        start, served = await resume(cfg, forge, report)
+        budget = RolloutBudget(batch_episodes(cfg), cfg.off_by_n, start, served)
         async with asyncio.TaskGroup() as tasks:
             rollouts = [
                 tasks.create_task(continuous_rollouts(cfg, forge, budget, report))
@@ -56,17 +57,18 @@ def batch_episodes(cfg: RunConfig) -> int:
     return cfg.replay_buffer.batch_size * cfg.replay_buffer.dp_size
 
 
-async def resume(cfg: RunConfig, forge: Components, report: RunReport) -> int:
-    """Training steps that a checkpoint already holds. Its weights go to the generator, in full
-    precision, since nothing can be probed before there are rollouts."""
-    step: int = await forge.resume_step()
-    if step:
-        report.restore(step)
-        report.note(f"resuming after step {step}")
-        await forge.dataset.seek.call_one(step * batch_episodes(cfg) // cfg.group_size)
-        await forge.trainer.push_weights.call(step)
-        await serve(cfg, forge, report, step)
-    return step
+async def resume(cfg: RunConfig, forge: Components, report: RunReport) -> tuple[int, int]:
+    """Training steps that a checkpoint already holds, and the version that the generator serves.
+    The checkpoint's weights go to the generator in full precision, since nothing can be probed
+    before there are rollouts."""
+    step = await forge.resume_step()
+    if not step:
+        return 0, 0
+    report.restore(step)
+    report.note(f"resuming after step {step}")
+    await forge.dataset.seek.call_one(await forge.resume_position())
+    await forge.trainer.push_weights.call(step)
+    return step, await serve(cfg, forge, report, step, must_serve=True)
 
 
 # ---- rollouts ---- #
@@ -169,10 +171,12 @@ async def continuous_training(
         await end_step(forge, report, step, mean_reward(inputs), metrics)
     if publishing:
         await publishing
+        await forge.metric_logger.flush.call_one(step + 1)  # what the last publish recorded
 
 
 async def next_batch(forge: Components, budget: RolloutBudget, step: int) -> Any:
-    """Waits until the buffer holds a batch that is young enough for version `step`."""
+    """Waits until the buffer holds a batch that is young enough for version `step`. Rollouts, which
+    run beside it, have deadlines of their own; their failure ends the run."""
     while (batch := await forge.replay_buffer.sample.call_one(curr_policy_version=step)) is None:
         await budget.reclaim_evicted()
         await asyncio.sleep(BUFFER_POLL_S)
@@ -186,20 +190,24 @@ async def publish(
     await budget.serves(await serve(cfg, forge, report, version))
 
 
-async def serve(cfg: RunConfig, forge: Components, report: RunReport, version: int) -> int:
+async def serve(
+    cfg: RunConfig, forge: Components, report: RunReport, version: int, must_serve: bool = False
+) -> int:
     """Offers `version` to the generator; returns the version that serves then. A refused candidate
-    leaves the last good version serving, unless that is too old to train on: then the new version
-    is served in full precision."""
+    leaves the last good version serving, unless that would be too old to train on before the next
+    publish: then (or with `must_serve`) the new version is served in full precision."""
     with report.phase("publish"):
         if forge.ptq is None:
-            await forge.policy.update_weights.fanout(version)
+            await forge.serve_unquantized(version)
             return version
-        too_old = version - forge.ptq.served_version > cfg.off_by_n
+        last_step_before_next = version + cfg.ptq.publish_every - 1
+        too_old = last_step_before_next - forge.ptq.served_version > cfg.off_by_n
         for _ in range(PUBLISH_ATTEMPTS):
-            verdict = await forge.ptq.publish(version, must_serve=too_old)
+            verdict = await forge.ptq.publish(version, must_serve=too_old or must_serve)
             report.add_publish(verdict)
-            if not (too_old and verdict.outcome == "kept"):
+            if verdict.outcome != "kept" or not (too_old or must_serve):
                 return forge.ptq.served_version
+            await asyncio.sleep(PUBLISH_PAUSE_S)
     raise RuntimeError(
         f"version {version} could not be served in {PUBLISH_ATTEMPTS} attempts "
         f"({verdict.reason}) and version {forge.ptq.served_version} is too old to train on "

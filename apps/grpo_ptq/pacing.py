@@ -68,7 +68,9 @@ class RolloutBudget:
         """Training took `episodes` from the buffer."""
         async with self._changed:
             self._taken += episodes
-            self._waiting = max(0, self._waiting - episodes)
+            # May go below zero for a moment: a group's first episodes can be taken before the
+            # whole group is `delivered`; until then they count as in flight.
+            self._waiting -= episodes
             self._changed.notify_all()
 
     async def serves(self, version: int) -> None:
@@ -81,6 +83,6 @@ class RolloutBudget:
         """Call when the buffer had too little for a batch. If rollouts are blocked although nothing
         is in flight, what counts as waiting was evicted as too old: it is made up for."""
         async with self._changed:
-            if self._blocked and not self._in_flight and self._waiting:
+            if self._blocked and not self._in_flight and self._waiting > 0:
                 self._waiting = 0
                 self._changed.notify_all()

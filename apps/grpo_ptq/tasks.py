@@ -145,6 +145,10 @@ def collate(batches: list[Group]) -> tuple[list[dict[str, Any]], list[dict[str, 
     return inputs, targets
 
 
+SKIP_LIMIT = 1_000
+"""Questions in a row that may be too long for the prompt before the dataset gives up."""
+
+
 @dataclass
 class DatasetActor(ForgeActor):
     """Questions of a reasoning-gym task as prompts. Fields: the configuration's `dataset` block."""
@@ -157,6 +161,8 @@ class DatasetActor(ForgeActor):
     prompt_template: str = "{question}"
     system_prompt: str | None = None
     use_chat_template: bool = False
+    max_tokens: int | None = None
+    """Longest prompt; longer questions are skipped and counted."""
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -183,9 +189,19 @@ class DatasetActor(ForgeActor):
     @endpoint
     async def sample(self) -> dict[str, Any]:
         """{"request": prompt text, "target": the question's entry, "index": its position}."""
-        index = self._questions.position
-        entry = next(self._questions)
-        request = self._request(entry["question"])
+        for _ in range(SKIP_LIMIT):
+            index = self._questions.position
+            entry = next(self._questions)
+            request = self._request(entry["question"])
+            tokens = len(self._tokenizer(request).input_ids)
+            if self.max_tokens is None or tokens <= self.max_tokens:
+                break
+            record_metric("dataset/sample/count_too_long", 1, Reduce.SUM)
+        else:
+            raise ValueError(
+                f"dataset: {SKIP_LIMIT} questions in a row have more than max_req_tokens = "
+                f"{self.max_tokens} tokens, the last one {tokens}"
+            )
         record_metric("dataset/sample/count_samples_generated", 1, Reduce.SUM)
         record_metric("dataset/sample/avg_sample_len", len(request), Reduce.MEAN)
         record_metric("dataset/sample/current_epoch", self._questions.epoch, Reduce.MAX)

@@ -80,6 +80,16 @@ async def test_evicted_episodes_are_made_up_for_only_when_rollouts_are_stuck():
     await asyncio.wait_for(stuck, 1)
 
 
+async def test_episodes_taken_before_their_group_is_delivered_are_counted_once():
+    budget = RolloutBudget(batch_size=4, off_by_n=0)
+    await budget.acquire(4)
+    await budget.taken(4)
+    await budget.delivered(4, kept=4)
+    await budget.serves(1)
+    assert not await _blocks(budget.acquire(4)), "nothing waits and nothing is in flight"
+    assert await _blocks(budget.acquire(1))
+
+
 async def test_cancelled_waiter_leaves_no_trace():
     budget = RolloutBudget(batch_size=1, off_by_n=0)
     await budget.acquire(1)
