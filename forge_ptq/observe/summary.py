@@ -51,13 +51,26 @@ def plain(value: Any) -> Any:
     return str(value)
 
 
+def _layout(value: Any, depth: int = 0) -> str:
+    """`value` as JSON text, one record per line: the two outer levels are broken into lines. The
+    json module's own indentation takes many times longer, and every step ends in this."""
+    if depth == 2 or not value or not isinstance(value, dict | list):
+        return json.dumps(value, allow_nan=False)
+    if isinstance(value, dict):
+        items = [f"{json.dumps(k)}: {_layout(v, depth + 1)}" for k, v in value.items()]
+    else:
+        items = [_layout(v, depth + 1) for v in value]
+    opening, closing = "{}" if isinstance(value, dict) else "[]"
+    inner, outer = "  " * (depth + 1), "  " * depth
+    return f"{opening}\n{inner}" + f",\n{inner}".join(items) + f"\n{outer}{closing}"
+
+
 def write_json(path: Path, value: Any) -> None:
     """Replaces `path` at once; a reader sees the old file or the whole new one."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(plain(value), file, indent=2, allow_nan=False)
-            file.write("\n")
+            file.write(_layout(plain(value)) + "\n")
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:

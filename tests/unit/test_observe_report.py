@@ -6,12 +6,16 @@ import asyncio
 import json
 import math
 import threading
+import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from forge_ptq.observe import plot
+from forge_ptq.observe.phases import SAMPLE, PhaseTimes
+from forge_ptq.observe.records import LIMIT
 from forge_ptq.observe.report import RunReport
 from forge_ptq.observe.run_dir import RunDir, create_run_dir
 from forge_ptq.observe.summary import mean, plain, write_json
@@ -140,6 +144,103 @@ def test_a_resumed_run_keeps_what_the_checkpoint_covers(run_dir: RunDir) -> None
     assert summary["resumed_from"] == 2
 
 
+def test_a_resume_that_fails_in_start_up_erases_nothing(run_dir: RunDir) -> None:
+    first = RunReport(run_dir, CONFIG)
+    first.add_event("respawn", "policy died")
+    for step in (1, 2, 3):
+        first.add_publish({"version": step, "outcome": "accepted"})
+        first.end_step(step, reward=step)
+    second = RunReport(run_dir, CONFIG)
+    second.finish("failed", "no memory")
+    summary = saved(run_dir)
+    assert (summary["status"], summary["steps"], summary["accepted"]) == ("failed", 3, 3)
+    third = RunReport(run_dir, CONFIG)
+    third.restore(2)
+    third.end_step(3, reward=9.0)
+    third.finish("completed")
+    summary = saved(run_dir)
+    assert [r["reward"] for r in summary["history"]] == [1, 2, 9]
+    assert summary["accepted"] == 2
+    assert [e["text"] for e in summary["events"]] == ["policy died"]
+
+
+def test_a_run_that_starts_over_in_its_folder_has_no_step_twice(run_dir: RunDir) -> None:
+    first = RunReport(run_dir, CONFIG)
+    for step in (1, 2):
+        first.add_publish({"version": step, "outcome": "kept", "refused": True})
+        first.end_step(step, reward=0.5)
+    second = RunReport(run_dir, CONFIG)  # no checkpoint: nobody calls restore
+    second.add_publish({"version": 1, "outcome": "accepted"})
+    second.end_step(1, reward=0.25)
+    summary = second.summary()
+    assert [r["reward"] for r in summary["history"]] == [0.25]
+    assert (summary["accepted"], summary["refused"]) == (1, 0)
+
+
+def test_totals_go_on_over_sessions(run_dir: RunDir) -> None:
+    now = time.monotonic()
+    first = RunReport(run_dir, CONFIG, started=now - 100)
+    with first.phase("rollout/generate"):
+        first.add_rollout(tokens=300, versions=[0, 1, 2])
+    first.end_step(2, reward=0.5)
+    second = RunReport(run_dir, CONFIG, started=now - 20)
+    second.restore(1)
+    with second.phase("rollout/generate"):
+        second.add_rollout(tokens=50, versions=[1])
+    second.end_step(2, reward=0.5)
+    summary = second.finish("completed")
+    assert summary["tokens"] == 350
+    assert summary["served_versions"] == [0, 1]
+    assert 100 <= summary["wall_s_before"] < 110
+    assert 20 <= summary["wall_s"] < 30
+    assert summary["steps"] == 2
+    third = RunReport(run_dir, CONFIG).summary()
+    assert 120 <= third["wall_s_before"] < 140
+
+
+def test_the_token_rate_leaves_the_start_up_out(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr("forge_ptq.observe.report.time.monotonic", lambda: clock[0])
+
+    def session(tokens: int, seconds: float) -> dict[str, Any]:
+        report = RunReport(run_dir, CONFIG)
+        with report.phase("start/policy"):
+            clock[0] += 60
+        with report.phase("rollout/generate"):
+            clock[0] += seconds
+            report.add_rollout(tokens=tokens)
+        return report.finish("completed")
+
+    assert session(100, 10)["tokens_per_s"] == 10
+    assert session(300, 10)["tokens_per_s"] == 20  # 400 tokens in 20 s, both sessions together
+
+
+def test_long_runs_stay_bounded(run_dir: RunDir) -> None:
+    report = RunReport(run_dir, CONFIG)
+    for step in range(1, 5001):
+        report._records.add_step({"step": step, "reward": float(step)})
+        report._records.add_publish({"version": step, "verdict": "accepted"})
+        with report.phase("a"):
+            pass
+    summary = report.finish("completed")
+    steps = [r["step"] for r in summary["history"]]
+    assert steps == sorted(set(steps))
+    assert steps[:10] == list(range(1, 11))
+    assert steps[-LIMIT // 2 :] == list(range(5001 - LIMIT // 2, 5001))
+    assert LIMIT // 2 < len(steps) <= LIMIT
+    assert max(b - a for a, b in pairwise(steps)) <= 32, "the whole run is still covered"
+    assert (summary["accepted"], summary["steps"]) == (5000, 5000)
+    assert summary["reward_first10"] == 5.5
+    assert summary["phases"]["a"]["count"] == 5000
+    times = PhaseTimes()
+    for seconds in [9.0] + [1.0] * 1000 + [3.0] * (SAMPLE // 2 + 1):
+        times.add(seconds)
+    wanted = {"count": 1258, "median_s": 3.0, "max_s": 9.0, "seconds": 1780.0}
+    assert times.summary() == wanted
+
+
 def test_only_the_first_end_counts(run_dir: RunDir) -> None:
     report = RunReport(run_dir, CONFIG)
     report.finish("failed", "first")
@@ -176,6 +277,14 @@ def test_mean_and_plain() -> None:
     assert mean([1, math.inf, 3.0]) == 2
     value = {1: (math.nan, np.float32(0.5), np.int64(3)), "s": {Path("/x")}, "t": True}
     assert plain(value) == {"1": [None, 0.5, 3], "s": ["/x"], "t": True}
+
+
+def test_files_hold_one_record_per_line(tmp_path: Path) -> None:
+    value = {"a": 1, "b": [{"x": 1, "y": [2]}, {"x": 3}], "c": {"d": {"e": "f"}}, "g": [], "h": {}}
+    write_json(tmp_path / "x.json", value)
+    text = (tmp_path / "x.json").read_text()
+    assert json.loads(text) == value
+    assert '    {"x": 1, "y": [2]},\n    {"x": 3}\n' in text
 
 
 def test_a_failed_write_leaves_the_old_file(
