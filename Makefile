@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 export PYTHON VENV
 
-.PHONY: help env demo smollm2 test lint unit clean distclean
+.PHONY: help env demo smollm2 bench test lint unit clean distclean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -26,6 +26,10 @@ demo: env ## GRPO on the tiny policy; results in outputs/latest
 smollm2: env ## GRPO on SmolLM2-135M; the first run converts the model
 	@$(VENV)/bin/forge-ptq convert-smollm2
 	@$(RUN) -m apps.grpo_ptq.main --config configs/smollm2_135m_cpu.yaml
+
+bench: env ## tokens per second of INT8 and bf16 on SmolLM2-135M; run it on an idle machine
+	@$(VENV)/bin/forge-ptq convert-smollm2
+	@$(RUN) -m apps.bench.throughput --model models/smollm2_135m --override '*.down_proj=bf16'
 
 lint: env ## style, format and types
 	@$(VENV)/bin/ruff check .

@@ -12,6 +12,9 @@ from .engine_keys import ENGINE_ARGS, SAMPLING_PARAMS, SET_BY_GENERATOR, describ
 from .schema import RunConfig
 from .titan import ParallelismConfig
 
+PROBE_MARGIN = 1.5
+"""Expected probe rollouts per required one: with fewer many candidates could not be judged."""
+
 
 def check(config: RunConfig) -> Problems:
     """All problems of a well-typed configuration; empty when it is sound."""
@@ -19,6 +22,7 @@ def check(config: RunConfig) -> Problems:
     _lengths(config, problems)
     _engine(config, problems)
     _trainer(config, problems)
+    _model_builds(config, problems)
     _placement(config, problems)
     _ptq(config, problems)
     if "{question}" not in config.dataset.prompt_template:
@@ -68,9 +72,19 @@ def _engine(config: RunConfig, problems: Problems) -> None:
     _free_form(sampling, SAMPLING_PARAMS, "policy.sampling_params", problems)
     if not args.get("model"):
         problems.append((f"{base}.model", "missing; expected the starting policy, as in ${model}"))
-    if config.ptq.enabled and args.get("enforce_eager") is not True:
-        message = "expected true while ptq.enabled: compiled engines bake a slot in"
+    if args.get("enforce_eager") is not True:
+        message = "expected true: compiled engines remember the addresses of one slot's weights"
         problems.append((f"{base}.enforce_eager", message))
+    for key in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        if args.get(key) not in (None, 1):
+            message = "expected 1: lanes need one process per replica for now"
+            more = "services.policy.num_replicas gives more generators"
+            problems.append((f"{base}.{key}", f"got {args[key]!r}, {message}; {more}"))
+    if args.get("dtype", "bfloat16") not in ("bfloat16", "auto"):
+        problems.append((f"{base}.dtype", f"got {args['dtype']!r}, expected bfloat16"))
+    if args.get("async_scheduling"):
+        message = "got true, expected false: steps of two slots must not overlap"
+        problems.append((f"{base}.async_scheduling", message))
     base = "policy.sampling_params"
     if sampling.get("n") != config.group_size:
         message = f"got {sampling.get('n')}, expected group_size = {config.group_size}"
@@ -126,14 +140,31 @@ def _trainer(config: RunConfig, problems: Problems) -> None:
     if micro > config.local_batch_size or config.local_batch_size % micro:
         message = f"got {micro}, expected a divisor of local_batch_size = {config.local_batch_size}"
         problems.append(("trainer.training.local_batch_size", message))
-    age = replay.max_policy_age
-    if age is None or age > config.off_by_n:
-        message = f"got {age}, expected 0 to off_by_n = {config.off_by_n}"
+    if (age := replay.max_policy_age) != config.off_by_n:
+        # Older ones would break off_by_n; dropping younger ones leaves training without episodes.
+        message = f"got {age}, expected off_by_n = {config.off_by_n}"
         problems.append(("replay_buffer.max_policy_age", message))
     capacity = replay.max_buffer_size
     if capacity is not None and capacity < replay.batch_size * replay.dp_size:
         message = f"got {capacity}, expected at least batch_size * dp_size"
         problems.append(("replay_buffer.max_buffer_size", message))
+
+
+def _model_builds(config: RunConfig, problems: Problems) -> None:
+    """What the trainer and the reference model would refuse once their processes are up."""
+    _degrees(
+        config.ref_model.parallelism, config.services.ref_model.procs, "ref_model.parallelism",
+        "services.ref_model.procs", problems,
+    )  # fmt: skip
+    for path, block in (("trainer", config.trainer), ("ref_model", config.ref_model)):
+        for kind in ("pipeline", "context", "expert"):
+            key = f"{kind}_parallel_degree"
+            if (degree := block.parallelism[key]) != 1:
+                message = f"got {degree}, expected 1: only data and tensor parallelism are built"
+                problems.append((f"{path}.parallelism.{key}", message))
+        if not block.checkpoint.initial_load_in_hf:
+            message = "got false, expected true: initial weights are read in HF's format only"
+            problems.append((f"{path}.checkpoint.initial_load_in_hf", message))
 
 
 def _placement(config: RunConfig, problems: Problems) -> None:
@@ -143,24 +174,18 @@ def _placement(config: RunConfig, problems: Problems) -> None:
             if options.colocate is not None and options.procs != 1:
                 message = f"got {options.procs}, expected 1 while colocate is set"
                 problems.append((f"{base}.procs", message))
-    args, policy = config.policy.engine_args, config.services.policy
-    ranks = 1
-    for key in ("tensor_parallel_size", "pipeline_parallel_size"):
-        size = args.get(key, 1)
-        ranks *= size if isinstance(size, int) and size > 0 else 1
-    if policy.procs != ranks:
-        message = f"got {policy.procs}, expected {ranks}, the engine's parallel ranks"
+    if (procs := config.services.policy.procs) != 1:
+        message = f"got {procs}, expected 1, the engine's ranks; num_replicas gives more generators"
         problems.append(("services.policy.procs", message))
 
 
 def _ptq(config: RunConfig, problems: Problems) -> None:
     ptq = config.ptq
     probe, sampler = ptq.probe, ptq.sampler
-    age = config.replay_buffer.max_policy_age
-    if age is not None and ptq.publish_every - 1 > age:
-        # Rollouts of the served version would all be dropped: training would wait for ever.
-        message = f"got {ptq.publish_every}, expected at most replay_buffer.max_policy_age + 1"
-        problems.append(("ptq.publish_every", f"{message} = {age + 1}"))
+    if ptq.publish_every > config.off_by_n + 1:
+        # Rollouts of the served version would all be too old: training would wait for ever.
+        message = f"got {ptq.publish_every}, expected at most off_by_n + 1 = {config.off_by_n + 1}"
+        problems.append(("ptq.publish_every", message))
     if probe.min_sequences > probe.sequences:
         message = f"got {probe.min_sequences}, expected at most ptq.probe.sequences"
         problems.append(("ptq.probe.min_sequences", f"{message} = {probe.sequences}"))
@@ -168,6 +193,16 @@ def _ptq(config: RunConfig, problems: Problems) -> None:
         message = f"got {sampler.capacity}, expected room for ptq.probe.min_sequences"
         share = f"{probe.min_sequences} / {sampler.probe_fraction} or more"
         problems.append(("ptq.sampler.capacity", f"{message}: {share}"))
+    episodes = config.local_batch_size * config.replay_buffer.dp_size
+    supply = (sampler.max_age + 1) * episodes * sampler.probe_fraction
+    if ptq.enabled and supply < PROBE_MARGIN * probe.min_sequences:
+        message = (
+            f"got {probe.min_sequences}, but the pool holds about {supply:g} for the probe: "
+            f"(ptq.sampler.max_age + 1) * {episodes} episodes per step * ptq.sampler.probe_fraction"
+            f"; expected at least {PROBE_MARGIN} times ptq.probe.min_sequences, since which "
+            "rollouts are held out is left to chance"
+        )
+        problems.append(("ptq.probe.min_sequences", message))
     if config.debug.inject is not None:
         if not ptq.enabled:
             problems.append(("debug.inject", "expected null while ptq.enabled is false"))

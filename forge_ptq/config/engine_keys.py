@@ -2,8 +2,8 @@
 
 vLLM's EngineArgs has over 250 fields and importing it takes seconds, so a typo would show late.
 These are the fields that make sense for a text policy with two weight slots, by vLLM's own names;
-a test compares them with the installed vLLM. The rest is out: multimodal, LoRA, speculation,
-servers, and what the generator sets itself (SET_BY_GENERATOR).
+tests/integration/test_engine_keys.py compares them with the installed vLLM. The rest is out:
+multimodal, LoRA, speculation, servers, and what the generator sets itself (SET_BY_GENERATOR).
 """
 
 from __future__ import annotations

@@ -16,10 +16,11 @@ LoggingMode = Literal["global_reduce", "per_rank_reduce", "per_rank_no_reduce"]
 
 @dataclass(kw_only=True)
 class ConsoleConfig(Block):
-    """Metrics on the console."""
+    """torchforge's block, no effect: the console shows the live view of the run, and the closing
+    lines. Per-rank metrics are in Weights & Biases."""
 
     logging_mode: LoggingMode = "global_reduce"
-    """One number per metric over all ranks, one per rank, or every single record."""
+    """torchforge's option, no effect: the console shows the live view of the run instead."""
 
 
 @dataclass(kw_only=True)
@@ -45,15 +46,15 @@ class WandbConfig(Block):
     """What to do when `id` exists, as in wandb.init."""
 
     logging_mode: LoggingMode = "global_reduce"
-    """As for the console."""
+    """One number per metric over all ranks, one per rank, or every single record."""
 
 
 @dataclass(kw_only=True)
 class MetricLoggingConfig(Block):
-    """Where metrics go. A backend that is null is off."""
+    """Where metrics go. Weights & Biases is off when null."""
 
     console: ConsoleConfig | None = field(default_factory=ConsoleConfig)
-    """The console."""
+    """No effect: the console always shows the live view."""
 
     wandb: WandbConfig | None = None
     """Weights & Biases."""
@@ -122,10 +123,10 @@ class PolicyConfig(Block):
     """Seconds that sequences may go on in a slot that is wanted for staging."""
 
     prefetch_weights_to_shm: bool = True
-    """torchforge's option: fetch pushed weights ahead of their use."""
+    """torchforge's option, no effect: the idle slot is filled straight from the store."""
 
     n_fetcher_procs: PositiveInt = 8
-    """torchforge's option, accepted; this generator fetches in its own process."""
+    """torchforge's option, no effect: this generator fetches in its own process."""
 
 
 @dataclass(kw_only=True)

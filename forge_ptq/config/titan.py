@@ -13,10 +13,10 @@ class ModelConfig(Block):
     """Which torchtitan model to build."""
 
     name: Literal["qwen3", "llama3"]
-    """Model family in torchtitan."""
+    """torchforge's option, no effect: the checkpoint's config.json names the family."""
 
     flavor: str = "auto"
-    """Size within the family. `auto` reads the sizes from the checkpoint's config.json."""
+    """torchforge's option, no effect: the sizes are those in the checkpoint's config.json."""
 
     hf_assets_path: str
     """Folder with config.json and tokenizer, or hf://ORG/NAME."""
@@ -85,7 +85,7 @@ class TrainingConfig(Block):
     """Type of the parameters inside the forward pass."""
 
     gc_freq: PositiveInt = 50
-    """Steps between two garbage collections."""
+    """Steps between two garbage collections. No effect on the reference model."""
 
 
 @dataclass(kw_only=True)
@@ -102,16 +102,16 @@ class ParallelismConfig(Block):
     """Tensor parallelism."""
 
     pipeline_parallel_degree: PositiveInt = 1
-    """Pipeline parallelism."""
+    """Pipeline parallelism; only 1 is built."""
 
     context_parallel_degree: PositiveInt = 1
-    """Context parallelism."""
+    """Context parallelism; only 1 is built."""
 
     expert_parallel_degree: PositiveInt = 1
-    """Expert parallelism; no effect without experts."""
+    """Expert parallelism; only 1 is built."""
 
     disable_loss_parallel: bool = True
-    """Gather the logits of tensor-parallel ranks before the loss. The GRPO loss needs it."""
+    """torchforge's option, no effect: logits are gathered before the loss, which needs them."""
 
 
 @dataclass(kw_only=True)
@@ -134,7 +134,7 @@ class CheckpointConfig(Block):
     """Initial weights: a HF checkpoint folder or hf://ORG/NAME. Ignored when resuming."""
 
     initial_load_in_hf: bool = True
-    """`initial_load_path` is in HF's format."""
+    """torchforge's option; initial weights are read in HF's format only, so only true is good."""
 
     last_save_in_hf: bool = True
     """Write the last checkpoint in HF's format as well."""
@@ -150,8 +150,8 @@ class ActivationCheckpointConfig(Block):
     mode: Literal["none", "selective", "full"] = "none"
     """Which activations to recompute."""
 
-    selective_ac_option: str = "op"
-    """For `selective`: `op`, or a number N for every Nth layer."""
+    selective_ac_option: Literal["op"] = "op"
+    """For `selective`: which policy of torchtitan; it has one."""
 
 
 @dataclass(kw_only=True)
@@ -201,7 +201,7 @@ class RefModelConfig(Block):
     """Which model; usually the trainer's."""
 
     training: TrainingConfig = field(default_factory=TrainingConfig)
-    """Only `seq_len`, `dtype` and `gc_freq` matter here."""
+    """Only `seq_len` and `dtype` matter here."""
 
     compile: CompileConfig = field(default_factory=CompileConfig)
     """torch.compile."""
@@ -210,4 +210,4 @@ class RefModelConfig(Block):
     """Spread over ranks."""
 
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    """Where its weights come from."""
+    """Where its weights come from; only `initial_load_path` matters here."""

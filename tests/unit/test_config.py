@@ -120,18 +120,51 @@ def test_values_out_of_range_are_refused(override: str) -> None:
         (["policy.sampling_params.max_tokens=4000"], "policy.sampling_params.max_tokens"),
         (["policy.sampling_params.temperature=0.7"], "policy.sampling_params.temperature"),
         (["policy.engine_args.enforce_eager=false"], "policy.engine_args.enforce_eager"),
+        (
+            ["policy.engine_args.enforce_eager=false", "ptq.enabled=false", "debug.inject=null"],
+            "policy.engine_args.enforce_eager",
+        ),
+        (["policy.engine_args.tensor_parallel_size=2"], "policy.engine_args.tensor_parallel_size"),
+        (
+            ["policy.engine_args.pipeline_parallel_size=2"],
+            "policy.engine_args.pipeline_parallel_size",
+        ),
+        (["policy.engine_args.data_parallel_size=2"], "policy.engine_args.data_parallel_size"),
+        (["policy.engine_args.dtype=float16"], "policy.engine_args.dtype"),
+        (["policy.engine_args.async_scheduling=true"], "policy.engine_args.async_scheduling"),
         (["policy.engine_args.quantization=fp8"], "policy.engine_args.quantization"),
         (["policy.engine_args.max_num_seqs=x"], "policy.engine_args.max_num_seqs"),
         (["services.policy.procs=2"], "services.policy.procs"),
         (["replay_buffer.dp_size=2"], "replay_buffer.dp_size"),
         (["replay_buffer.batch_size=3"], "replay_buffer.batch_size"),
         (["replay_buffer.max_policy_age=9"], "replay_buffer.max_policy_age"),
+        (["replay_buffer.max_policy_age=0"], "replay_buffer.max_policy_age"),
+        (["replay_buffer.max_policy_age=null"], "replay_buffer.max_policy_age"),
+        (
+            ["trainer.parallelism.pipeline_parallel_degree=2", "actors.trainer.procs=2"],
+            "trainer.parallelism.pipeline_parallel_degree",
+        ),
+        (
+            ["trainer.parallelism.context_parallel_degree=2", "actors.trainer.procs=2"],
+            "trainer.parallelism.context_parallel_degree",
+        ),
+        (
+            ["ref_model.parallelism.expert_parallel_degree=2"],
+            "ref_model.parallelism.expert_parallel_degree",
+        ),
+        (
+            ["trainer.activation_checkpoint.selective_ac_option=2"],
+            "trainer.activation_checkpoint.selective_ac_option",
+        ),
+        (["trainer.checkpoint.initial_load_in_hf=false"], "trainer.checkpoint.initial_load_in_hf"),
+        (["services.ref_model.procs=2"], "services.ref_model.procs"),
         (["trainer.training.local_batch_size=5"], "trainer.training.local_batch_size"),
         (["actors.trainer.procs=3"], "actors.trainer.procs"),
         (["actors.dataset.procs=2"], "actors.dataset.procs"),
         (["ptq.probe.min_sequences=1000"], "ptq.probe.min_sequences"),
         (["ptq.sampler.capacity=4"], "ptq.sampler.capacity"),
-        (["ptq.publish_every=4"], "ptq.publish_every"),
+        (["ptq.publish_every=3"], "ptq.publish_every"),
+        (["off_by_n=0", "ptq.publish_every=2"], "ptq.publish_every"),
         (["debug.inject.step=100000"], "debug.inject.step"),
         (["ptq.enabled=false"], "debug.inject"),
         (["reward.task=gsm_symbolic"], "reward.task"),
@@ -141,6 +174,20 @@ def test_values_out_of_range_are_refused(override: str) -> None:
 )
 def test_keys_that_contradict_each_other_are_refused(overrides: list[str], key: str) -> None:
     assert key in problems(*overrides)
+
+
+def test_the_probe_must_have_rollouts_to_spare() -> None:
+    few = ["local_batch_size=8", "ptq.probe.min_sequences=14"]  # 5 steps * 8 * 0.5 = 20
+    message = problems(*few)["ptq.probe.min_sequences"]
+    assert "about 20" in message
+    assert "ptq.sampler.probe_fraction" in message
+    load_config(TINY, ["local_batch_size=8", "ptq.probe.min_sequences=13"])
+    load_config(TINY, [*few, "ptq.enabled=false", "debug.inject=null"])
+
+
+def test_a_publish_may_skip_as_many_versions_as_episodes_may_trail() -> None:
+    config = load_config(TINY, ["off_by_n=2", "ptq.publish_every=3", "debug.inject=null"])
+    assert config.replay_buffer.max_policy_age == 2
 
 
 def test_a_shard_degree_of_minus_one_takes_all_processes() -> None:
