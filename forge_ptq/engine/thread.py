@@ -8,11 +8,13 @@ happen between steps.
 A job is a generator that yields after each small piece of work, and ``WAIT`` while it only waits
 for steps to happen. While requests are being served a job gets ``job_share`` of the usual step time
 per step, so live sequences are slowed a little and never stopped; on an idle engine it runs on.
-A step that raises ends the thread: everything pending fails with ``EngineDeadError``.
+A job whose future was cancelled is closed. A step that raises ends the thread: everything pending
+fails with ``EngineDeadError``, then ``on_death`` is told.
 """
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -22,6 +24,8 @@ from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
 from forge_ptq.engine.types import EngineDeadError, SlotStateError
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 WAIT = "wait"
@@ -56,10 +60,21 @@ class Steppable(Protocol):
 
 
 class EngineThread:
-    """Runs one ``Steppable``. ``start`` blocks until it is built or has failed to be."""
+    """Runs one ``Steppable``. ``start`` blocks until it is built or has failed to be.
 
-    def __init__(self, build: Callable[[], Steppable], *, job_share: float = 0.25) -> None:
+    ``on_death`` is called on the thread with what ended it, after everything pending was failed;
+    not for ``stop``, and not for an engine that could not be built.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], Steppable],
+        *,
+        job_share: float = 0.25,
+        on_death: Callable[[BaseException], None] | None = None,
+    ) -> None:
         self._build = build
+        self._on_death = on_death
         self._job_share = job_share
         self._inbox: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
         self._inbox = queue.SimpleQueue()
@@ -99,10 +114,12 @@ class EngineThread:
         future: Future[T] = Future()
 
         def begin() -> None:
+            if future.cancelled():
+                return
             try:
                 self._jobs.append((make(), future))
             except BaseException as error:  # noqa: BLE001 - handed to the caller
-                future.set_exception(error)
+                _fail(future, error)
 
         self.call(begin).add_done_callback(lambda done: _pass_failure(done, future))
         return future
@@ -112,8 +129,10 @@ class EngineThread:
         for entry in list(self._jobs):
             if entry[1] is future:
                 self._jobs.remove(entry)
-                entry[0].close()
-                future.set_exception(SlotStateError("it was discarded before it was done"))
+                try:
+                    entry[0].close()
+                finally:
+                    _fail(future, SlotStateError("it was discarded before it was done"))
                 return True
         return False
 
@@ -137,12 +156,19 @@ class EngineThread:
             self._ready.set_exception(error)
             return
         self._ready.set_result(stepper)
-        cause: BaseException = EngineDeadError("stopped")
+        cause: BaseException | None = None
         try:
             self._loop(stepper)
         except BaseException as error:  # noqa: BLE001 - handed to everyone who waits
             cause = error
-        self._bury(stepper, cause)
+        try:
+            self._bury(stepper, cause or EngineDeadError("stopped"))
+        finally:
+            try:
+                if cause is not None and self._on_death is not None:
+                    self._on_death(cause)
+            finally:
+                stepper.close()
 
     def _loop(self, stepper: Steppable) -> None:
         while True:
@@ -184,38 +210,60 @@ class EngineThread:
         waiting = 0
         while waiting < len(self._jobs) and time.perf_counter() - started < slice_s:
             job, future = self._jobs[0]
+            if future.cancelled():
+                self._jobs.popleft()
+                job.close()
+                continue
             try:
                 waiting = waiting + 1 if next(job) == WAIT else 0
                 self._jobs.rotate(-1)
             except StopIteration as end:
                 self._jobs.popleft()
-                future.set_result(end.value)
+                if _claim(future):
+                    future.set_result(end.value)
             except Exception as error:  # noqa: BLE001 - handed to the caller
                 self._jobs.popleft()
-                future.set_exception(error)
+                _fail(future, error)
         self.busy_in_jobs_s += time.perf_counter() - started
         return waiting > 0 and waiting == len(self._jobs)
 
     def _bury(self, stepper: Steppable, cause: BaseException) -> None:
+        """Fail everything that waits; a clean-up that raises does not spare the others."""
         with self._lock:
             self._dead = cause
         error = self._death()
         for job, future in self._jobs:
-            job.close()
-            future.set_exception(error)
+            try:
+                job.close()
+            except Exception:
+                log.exception("closing a job of the dead engine")
+            _fail(future, error)
         self._jobs.clear()
-        stepper.fail_all(error)
+        try:
+            stepper.fail_all(error)
+        except Exception:
+            log.exception("failing the requests of the dead engine")
         while True:
             try:
                 item = self._inbox.get_nowait()
             except queue.Empty:
                 break
-            if item is not None and item[1].set_running_or_notify_cancel():
-                item[1].set_exception(error)
-        stepper.close()
+            if item is not None:
+                _fail(item[1], error)
+
+
+def _claim(future: Future[Any]) -> bool:
+    """Whether the future still waits; from then on it can no longer be cancelled."""
+    return not future.done() and future.set_running_or_notify_cancel()
+
+
+def _fail(future: Future[Any], error: BaseException) -> None:
+    """Fail a future unless it is over or cancelled."""
+    if _claim(future):
+        future.set_exception(error)
 
 
 def _pass_failure(done: Future[Any], target: Future[Any]) -> None:
     error = done.exception()
-    if error is not None and not target.done():
-        target.set_exception(error)
+    if error is not None:
+        _fail(target, error)

@@ -56,6 +56,8 @@ class Decision:
 
     accepted: bool
     reason: str
+    refused: bool = False
+    """Its scores were judged and found wanting (gates 3 and 5), not just missing or unusable."""
 
 
 def decide(evidence: Evidence, limits: Limits) -> Decision:
@@ -103,7 +105,8 @@ def _audit(evidence: Evidence) -> str | None:
 
 def _judge(divergence: Divergence, limits: Limits) -> Decision:
     if divergence.non_finite:
-        return Decision(False, f"not finite: {divergence.non_finite} probe scores are NaN or inf")
+        reason = f"not finite: {divergence.non_finite} probe scores are NaN or inf"
+        return Decision(False, reason, refused=True)
     if divergence.sequences < limits.min_sequences:
         return Decision(
             False,
@@ -118,5 +121,5 @@ def _judge(divergence: Divergence, limits: Limits) -> Decision:
     )
     # Written so that NaN refuses.
     if not divergence.perplexity_rise <= limits.max_perplexity_rise:
-        return Decision(False, numbers)
+        return Decision(False, numbers, refused=True)
     return Decision(True, numbers)

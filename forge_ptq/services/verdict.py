@@ -14,6 +14,8 @@ Outcome = Literal["accepted", "fell_back", "kept"]
 class Verdict:
     """Result of ``PTQ.publish``. Rises are relative (0.03 is 3 %), times in seconds.
 
+    What was not measured, because the publish did not get that far, is None.
+
     outcome: "accepted" - the quantized candidate serves; "fell_back" - this version serves in bf16;
     "kept" - nothing changed, the generator serves what it served before.
     """
@@ -23,7 +25,7 @@ class Verdict:
     reason: str = ""
     """Why, in one sentence with the numbers."""
     refused: bool = False
-    """A quantized candidate reached the gate and was refused (also when bf16 then took over)."""
+    """A quantized candidate was probed and its scores refused it (also if bf16 then took over)."""
     artifact_id: str | None = None
     """The artifact that serves (accepted, fell_back) or was refused."""
     scheme: str = ""
@@ -43,18 +45,18 @@ class Verdict:
     probe_sequences: int = 0
     calibrated: bool = False
     """This publish refreshed the static activation scales."""
-    quantize_s: float = 0.0
+    quantize_s: float | None = None
     """Load, calibrate, quantize and store."""
-    stage_s: float = 0.0
-    probe_s: float = 0.0
+    stage_s: float | None = None
+    probe_s: float | None = None
     """Score reference and candidate."""
-    flip_s: float = 0.0
-    pause_s: float = 0.0
+    flip_s: float | None = None
+    pause_s: float | None = None
     """Longest time that running sequences waited for a step during the publish."""
-    step_s_median: float = 0.0
+    step_s_median: float | None = None
     """Usual time of a step in the same period."""
     wall_s: float = 0.0
-    bytes: int = 0
+    bytes: int | None = None
     """Size of the artifact."""
 
     def to_dict(self) -> dict[str, Any]:

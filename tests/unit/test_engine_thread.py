@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
+from concurrent.futures import CancelledError, Future
 
 import pytest
 
@@ -155,6 +158,142 @@ def test_a_failing_step_fails_everything() -> None:
     assert isinstance(stepper.failed, EngineDeadError)
     assert stepper.closed
     assert not thread.alive
+
+
+def test_a_cancelled_job_is_closed_and_the_engine_goes_on() -> None:
+    thread = started(Counter())
+    closed = threading.Event()
+
+    def forever() -> Job[None]:
+        try:
+            while True:
+                yield WAIT
+        finally:
+            closed.set()
+
+    future = thread.run_job(forever)
+    assert thread.call(lambda: len(thread._jobs)).result(5) == 1
+    assert future.cancel()
+    assert closed.wait(5)
+    assert thread.call(lambda: 7).result(5) == 7
+    thread.stop()
+
+
+def test_a_job_cancelled_within_its_last_slice_does_no_harm() -> None:
+    """Returning, raising or being discarded: the future is cancelled before it can be set."""
+    thread = started(Counter())
+
+    def returning() -> Job[str]:
+        yield None
+        futures[0].cancel()
+        return "too late"
+
+    def raising() -> Job[str]:
+        yield None
+        futures[0].cancel()
+        raise ArithmeticError("too late")
+
+    for make in (returning, raising):
+        futures: list[Future[str]] = []
+        ready = threading.Event()
+        thread.call(ready.wait)
+        futures.append(thread.run_job(make))
+        ready.set()
+        with pytest.raises(CancelledError):
+            futures[0].result(5)
+        assert thread.call(lambda: 7).result(5) == 7
+
+    def discarded() -> bool:
+        futures[0].cancel()
+        return thread.cancel_job(futures[0])
+
+    def forever() -> Job[str]:
+        while True:
+            yield WAIT
+
+    futures = [thread.run_job(forever)]
+    assert thread.call(discarded).result(5)
+    thread.stop()
+
+
+def test_a_job_cancelled_before_it_began_never_begins() -> None:
+    thread = started(Counter())
+    hold = threading.Event()
+    begun: list[bool] = []
+
+    def job() -> Job[None]:
+        begun.append(True)
+        yield None
+
+    thread.call(hold.wait)
+    future = thread.run_job(job)
+    future.cancel()
+    hold.set()
+    thread.call(lambda: None).result(5)
+    assert begun == []
+    thread.stop()
+
+
+def test_death_is_told_after_everything_pending_was_failed() -> None:
+    """Also with a cancelled job among the pending ones, and one whose clean-up raises."""
+    stepper = Counter(fail_at=1)
+    told: list[tuple[BaseException, bool, BaseException | None]] = []
+    over = threading.Event()
+
+    def on_death(cause: BaseException) -> None:
+        told.append((cause, jobs[1].done(), stepper.failed))
+        over.set()
+
+    def forever() -> Job[None]:
+        try:
+            while True:
+                yield WAIT
+        finally:
+            raise OSError("clean-up went wrong")
+
+    thread = EngineThread(lambda: stepper, on_death=on_death)
+    thread.start(10)
+    jobs: list[Future[None]] = []
+
+    def die_next() -> None:
+        jobs[0].cancel()
+        stepper.budget = 1
+
+    hold = threading.Event()
+    thread.call(hold.wait)
+    jobs += [thread.run_job(forever), thread.run_job(forever)]
+    hold.set()
+    thread.call(die_next)
+    with pytest.raises(EngineDeadError):
+        jobs[1].result(5)
+    assert over.wait(5)
+    thread.stop()
+    ((cause, failed_before, requests),) = told
+    assert isinstance(cause, ArithmeticError | OSError)
+    assert failed_before
+    assert isinstance(requests, EngineDeadError)
+    assert stepper.closed
+
+
+def test_stopping_is_not_dying() -> None:
+    told: list[BaseException] = []
+    thread = EngineThread(Counter, on_death=told.append)
+    thread.start(10)
+    thread.stop()
+    assert told == []
+
+
+def test_a_dead_engine_ends_its_process_with_an_error() -> None:
+    """The generator's hook: status 1, the log written, after the last words."""
+    code = (
+        "import logging, sys; from forge_ptq.engine import leaving; logging.basicConfig();"
+        "leaving.LAST_WORDS_S = 0.0; leaving.die(ArithmeticError('step went wrong'))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert "step went wrong" in done.stderr
 
 
 def test_a_build_that_fails_is_raised_by_start() -> None:

@@ -77,11 +77,22 @@ def test_non_finite_refuses_whatever_the_estimate_says():
     decision = gate(non_finite=1)
     assert not decision.accepted
     assert "not finite" in decision.reason
+    assert decision.refused
     assert not gate(perplexity_rise=math.nan).accepted
 
 
 def test_too_few_rollouts_refuse():
     assert "scored 19, need 20" in gate(sequences=19).reason
+
+
+def test_only_scores_refuse():
+    """What was not judged on its scores was not refused: it may be tried again."""
+    assert gate(perplexity_rise=0.5).refused
+    assert not gate().refused
+    assert not gate(sequences=19).refused
+    for slot in (replace(SLOT, complete=False), replace(SLOT, layers={})):
+        assert not decide(replace(EVIDENCE, staged=[slot]), LIMITS).refused
+    assert not decide(replace(EVIDENCE, divergence=None), LIMITS).refused
 
 
 def test_unprobed_is_for_full_precision_only():
@@ -103,3 +114,5 @@ def test_verdict_is_json():
     assert data["perplexity_rise"] is None
     assert data["ci"] == [None, 0.5]
     assert (data["kl"], data["outcome"], data["version"]) == (0.1, "kept", 3)
+    for name in ("quantize_s", "stage_s", "probe_s", "flip_s", "pause_s", "bytes"):
+        assert data[name] is None, "what was not measured is not zero"
