@@ -36,8 +36,27 @@ from forge_ptq.artifact import (
     QuantizedArtifact,
     verify_names,
 )
-from forge_ptq.store_io import StoreError
+from forge_ptq.store_io import StoreError, StoreNotRunning
 from forge_ptq.store_packing import Index, pack, unpack
+
+__all__ = [
+    "StoreError",
+    "StoreNotRunning",
+    "artifact_ids",
+    "drop_artifact",
+    "drop_weights",
+    "get_artifact",
+    "get_committed",
+    "get_manifest",
+    "get_weights",
+    "initialize",
+    "put_artifact",
+    "put_weights",
+    "set_committed",
+    "shutdown",
+    "weight_prefix",
+    "weight_versions",
+]
 
 log = logging.getLogger(__name__)
 
@@ -230,9 +249,15 @@ async def get_artifact(ref: ArtifactRef) -> QuantizedArtifact:
     return await asyncio.to_thread(assemble)
 
 
-async def drop_artifact(ref: ArtifactRef) -> int:
-    """Delete an artifact, complete or not; returns how many keys it had."""
-    return await io.purge(await io.keys(f"{_ARTIFACT}.{ref.artifact_id}"))
+async def artifact_ids() -> list[str]:
+    """Ids of all stored artifacts, of incomplete ones too, sorted."""
+    return sorted({key.split(".")[1] for key in await io.keys(_ARTIFACT)})
+
+
+async def drop_artifact(artifact: ArtifactRef | str) -> int:
+    """Delete an artifact (by reference or id), complete or not; returns how many keys it had."""
+    artifact_id = artifact if isinstance(artifact, str) else artifact.artifact_id
+    return await io.purge(await io.keys(f"{_ARTIFACT}.{artifact_id}"))
 
 
 async def set_committed(ref: ArtifactRef | None) -> None:

@@ -31,6 +31,10 @@ class StoreError(RuntimeError):
     """A store operation that failed, timed out or found nothing; names the key."""
 
 
+class StoreNotRunning(StoreError):
+    """No store has been started for this process."""
+
+
 def ts() -> Any:
     """torchstore with our controller in place (imported on first use: it is heavy)."""
     import torchstore
@@ -53,7 +57,10 @@ async def within(what: str, operation: Awaitable[T], nbytes: int = 0) -> T:
     except Exception as error:
         text = str(error)
         if "torchstore.initialize" in text:
-            text = "the store is not initialized; await store.initialize() in the client first"
+            raise StoreNotRunning(
+                f"{what}: the store is not initialized; await store.initialize() in the client "
+                "first"
+            ) from error
         lines = [line for line in text.strip().splitlines() if line.strip()] or [repr(error)]
         raise StoreError(f"{what}: {lines[-1].strip()}") from error
 
