@@ -56,10 +56,11 @@ class Candidate:
         Scores of a bf16 candidate do not replace those of the refused one before it.
         """
         for name, value in self.numbers.items():
-            if name in ("quantize_s", "stage_s", "probe_s"):
-                value += getattr(verdict, name)
-            if name in ("pause_s", "flip_s"):
-                value = max(value, getattr(verdict, name))
+            before = getattr(verdict, name)
+            if before is not None and name in ("quantize_s", "stage_s", "probe_s"):
+                value += before
+            if before is not None and name in ("pause_s", "flip_s"):
+                value = max(value, before)
             setattr(verdict, name, value)
         if self.ref is not None:
             verdict.artifact_id = self.ref.artifact_id
@@ -80,8 +81,6 @@ class Publisher:
         self.cfg = cfg
         self.policy = policy
         self.quantizer = quantizer
-        self.stored: list[ArtifactRef] = []
-        """Artifacts in the store that this publisher made."""
         self._since_calibration: int | None = None
         self._reference: tuple[int, list[Rollout], list[Any]] | None = None
 
@@ -102,7 +101,6 @@ class Publisher:
             candidate.numbers["calibrated"] = True
         args = (version, candidate.scheme, candidate.fault)
         candidate.ref = await call_one(self.quantizer, "quantize", *args, deadline_s=limit)
-        self.stored.append(candidate.ref)
         candidate.manifest = await store.get_manifest(candidate.ref)
         if static and self._since_calibration is not None:
             self._since_calibration += 1
@@ -167,12 +165,17 @@ class Publisher:
     async def commit(self, candidate: Candidate, previous: ArtifactRef | None) -> None:
         """Move the pointer, flip every replica, and make sure that all serve the artifact.
 
-        Raises PublishError with the pointer moved back if none does.
+        Raises PublishError if none does. The pointer is then moved back, unless the store does not
+        answer: it may name either artifact until the next commit.
         """
         candidate.phase = "commit"
         ref = candidate.ref
         assert ref is not None
-        await store.set_committed(ref)
+        try:
+            await store.set_committed(ref)
+        except store.StoreError as error:  # it may have landed all the same
+            await self._restore(previous)
+            raise PublishError(f"the pointer could not be moved: {error}") from error
         try:
             limit = self.cfg.deadlines.commit_s
             results = await call_all(self.policy, "commit", ref.artifact_id, deadline_s=limit)
@@ -189,11 +192,13 @@ class Publisher:
                 "pause_s": max(report.pause_s, candidate.numbers.get("pause_s", 0.0)),
                 "step_s_median": report.step_s_median,
             }
-        if not reports:
-            await self._settle(ref, previous)
+        if not reports and not await self._settle(ref, previous):
+            raise PublishError("every generator replica died, and none came back with it")
 
     async def _settle(self, ref: ArtifactRef, previous: ArtifactRef | None) -> bool:
-        """After a commit that went wrong: whether ref serves now; the pointer agrees either way.
+        """After a commit that went wrong: whether ref serves now. Never raises.
+
+        If it does not, the pointer is moved back.
 
         Replicas that came back meanwhile may still serve the previous artifact while others have
         flipped: those are staged and flipped once more.
@@ -207,12 +212,23 @@ class Publisher:
             log.debug("commit of %s", ref.artifact_id, exc_info=True)
             return True
         if serving and ref.artifact_id not in serving:
-            await store.set_committed(previous)
+            await self._restore(previous)
             return False
         if any(artifact_id != ref.artifact_id for artifact_id in serving):
-            await call_all(self.policy, "stage", ref, deadline_s=limit)
-            await call_all(self.policy, "commit", ref.artifact_id, deadline_s=limit)
+            try:
+                await call_all(self.policy, "stage", ref, deadline_s=limit)
+                await call_all(self.policy, "commit", ref.artifact_id, deadline_s=limit)
+            except Exception as error:
+                log.warning("some replicas stay behind %s: %s", ref.artifact_id, error)
+                log.debug("commit of %s", ref.artifact_id, exc_info=True)
         return True
+
+    async def _restore(self, previous: ArtifactRef | None) -> None:
+        """Move the pointer back as far as the store lets us."""
+        try:
+            await store.set_committed(previous)
+        except store.StoreError as error:
+            log.warning("the pointer could not be moved back: %s", error)
 
     async def _live(self, limit: float) -> list[str | None]:
         descriptions = await call_all(self.policy, "describe", deadline_s=limit)

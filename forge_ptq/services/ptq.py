@@ -32,6 +32,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -47,6 +48,7 @@ from forge_ptq.services.verdict import Verdict
 log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 10.0
+VERDICTS_KEPT = 1000
 
 
 class PTQ:
@@ -57,7 +59,7 @@ class PTQ:
         self.sampler = RolloutSampler(
             cfg.sampler.capacity, cfg.sampler.max_age, cfg.sampler.probe_fraction
         )
-        self.verdicts: list[Verdict] = []
+        self.verdicts: deque[Verdict] = deque(maxlen=VERDICTS_KEPT)
         self._publisher = publisher
         self._inject = inject
         self._lock = asyncio.Lock()
@@ -151,7 +153,7 @@ class PTQ:
                 self._serving = [*self._serving[-1:], candidate.ref]
                 verdict.outcome = outcome
             else:
-                verdict.refused = verdict.refused or scheme is None
+                verdict.refused |= decision.refused and scheme is None
             reason = decision.reason
         except Exception as error:
             reason = f"{candidate.phase} failed: {_first_line(error)}"
@@ -192,12 +194,17 @@ class PTQ:
         """Delete weights older than the version before this one, and artifacts that nobody needs.
 
         What serves and what served before it stay: a restarting generator may be loading either.
+        So does what the pointer names, whatever went wrong in moving it. Every other artifact goes,
+        one that a late Quantizer stored after its publish was over too.
         """
         kept = {ref.artifact_id for ref in self._serving[-2:]}
         try:
-            for ref in [r for r in self._publisher.stored if r.artifact_id not in kept]:
-                await store.drop_artifact(ref)
-                self._publisher.stored.remove(ref)
+            committed = await store.get_committed()  # unreadable: nothing is dropped
+            if committed is not None:
+                kept.add(committed.artifact_id)
+            for artifact_id in await store.artifact_ids():
+                if artifact_id not in kept:
+                    await store.drop_artifact(artifact_id)
             older = [v for v in await store.weight_versions() if v < version]
             for old in older[:-1]:
                 await store.drop_weights(old)
@@ -221,7 +228,7 @@ class PTQ:
             ("probe_s", verdict.probe_s, Reduce.MEAN),
             ("pause_s", verdict.pause_s, Reduce.MAX),
             ("wall_s", verdict.wall_s, Reduce.MEAN),
-            ("bytes", float(verdict.bytes), Reduce.MEAN),
+            ("bytes", verdict.bytes, Reduce.MEAN),
         ]
         for name, value, reduction in values:
             if value is not None and value == value:

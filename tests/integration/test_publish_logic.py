@@ -36,6 +36,8 @@ async def running_store():
 @pytest_asyncio.fixture(loop_scope="module", autouse=True)
 async def clean_store(running_store):
     await store.set_committed(None)
+    for artifact_id in await store.artifact_ids():
+        await store.drop_artifact(artifact_id)
     for version in await store.weight_versions():
         await store.drop_weights(version)
 
@@ -61,6 +63,9 @@ class Replica:
         if fault == "die":  # comes back serving what the store's pointer names
             committed = await store.get_committed()
             self.live, self.idle = (committed.artifact_id if committed else None), None
+            return None
+        if fault == "die early":  # it had read the pointer before that moved
+            self.idle = None
             return None
         if isinstance(fault, Exception):
             raise fault
@@ -224,6 +229,7 @@ async def test_too_few_probe_rollouts_cost_nothing():
     assert "not enough probe rollouts: have" in verdict.reason
     assert "need 4" in verdict.reason
     assert quantizer.log == []
+    assert {verdict.quantize_s, verdict.stage_s, verdict.pause_s, verdict.bytes} == {None}
     assert generators.replicas[0].calls == []
 
 
@@ -284,6 +290,7 @@ async def test_any_phase_that_fails_or_hangs_keeps_what_serves(phase, fault):
     expected = f"no answer to {phase} within 0.5 s" if fault == "hang" else "boom"
     assert expected in second.reason
     assert not second.refused
+    assert (second.probe_s, second.pause_s) == (None, None)
     assert generators.live == [first.artifact_id] * 2
     assert all(replica.idle is None for replica in generators.replicas) or phase in (
         "load",
@@ -331,6 +338,112 @@ async def test_no_replica_flips_and_the_pointer_moves_back():
     assert "no generator replica would flip: not staged" in verdict.reason
     assert generators.live == [first.artifact_id] * 2
     assert await committed_id() == first.artifact_id
+
+
+async def test_every_replica_dies_in_commit_and_comes_back_with_the_old_artifact():
+    generators = Generators(2)
+    ptq = await launch(generators, FakeQuantizer())
+    first = await ptq.publish(1)
+    for replica in generators.replicas:
+        replica.faults["commit"] = "die early"
+    verdict = await ptq.publish(2)
+    assert verdict.outcome == "kept"
+    assert "none came back with it" in verdict.reason
+    assert await committed_id() == first.artifact_id
+    assert ptq.served_version == 1
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+async def test_a_pointer_that_may_have_moved_names_a_stored_artifact(monkeypatch, failing):
+    """The store takes the pointer and does not say so; then also not when it is moved back."""
+    generators = Generators()
+    ptq = await launch(generators, FakeQuantizer())
+    first = await ptq.publish(1)
+    real, calls = store.set_committed, []
+
+    async def landing_silently(ref: Any) -> None:
+        calls.append(ref)
+        if len(calls) == 1:
+            await real(ref)
+        if len(calls) <= failing:
+            raise store.StoreError("put ptq_committed: no answer from the store within 1 s")
+        await real(ref)
+
+    monkeypatch.setattr(store, "set_committed", landing_silently)
+    verdict = await ptq.publish(2)
+    assert verdict.outcome == "kept"
+    assert "commit failed: the pointer could not be moved" in verdict.reason
+    assert generators.live == [first.artifact_id]
+    committed = await store.get_committed()
+    assert committed is not None
+    assert committed.policy_version == failing
+    await store.get_manifest(committed)
+    await store.get_manifest(ArtifactRef(first.artifact_id, 1))
+    assert (await ptq.publish(3)).outcome == "accepted"
+
+
+async def test_moving_back_fails_after_no_replica_flipped(monkeypatch):
+    generators = Generators()
+    ptq = await launch(generators, FakeQuantizer())
+    first = await ptq.publish(1)
+    generators.replicas[0].faults["commit"] = RuntimeError("not staged")
+    real = store.set_committed
+
+    async def not_back(ref: ArtifactRef) -> None:
+        if ref.policy_version == 1:
+            raise store.StoreError("put ptq_committed: no answer")
+        await real(ref)
+
+    monkeypatch.setattr(store, "set_committed", not_back)
+    verdict = await ptq.publish(2)
+    assert verdict.outcome == "kept"
+    assert generators.live == [first.artifact_id]
+    committed = await store.get_committed()
+    assert committed == ArtifactRef(verdict.artifact_id, 2)
+    await store.get_manifest(committed)
+
+
+async def test_nothing_is_deleted_while_the_pointer_cannot_be_read(monkeypatch):
+    ptq = await launch(Generators(), FakeQuantizer())
+    for version in (1, 2):
+        await ptq.publish(version)
+
+    async def silent() -> None:
+        raise store.StoreError("get ptq_committed: no answer")
+
+    monkeypatch.setattr(store, "get_committed", silent)
+    await ptq.publish(3)
+    assert len(await store.artifact_ids()) == 3
+    monkeypatch.undo()
+    await ptq.publish(4)
+    assert len(await store.artifact_ids()) == 2
+
+
+async def test_what_a_late_quantizer_stores_goes_with_the_next_publish(monkeypatch):
+    generators, quantizer = Generators(), FakeQuantizer()
+    ptq = await launch(generators, quantizer, deadlines__quantize_s=0.3)
+    await ptq.publish(1)
+    real, late = quantizer._quantize, []
+
+    async def slow(*args: Any) -> ArtifactRef:
+        async def work() -> None:
+            await asyncio.sleep(0.5)
+            await real(*args)
+
+        late.append(asyncio.create_task(work()))
+        await asyncio.sleep(60)
+        raise AssertionError("the deadline comes first")
+
+    monkeypatch.setattr(quantizer, "_quantize", slow)
+    verdict = await ptq.publish(2)
+    assert "no answer to quantize" in verdict.reason
+    await asyncio.wait_for(late[0], 10)
+    assert len(await store.artifact_ids()) == 2
+    monkeypatch.undo()
+    ptq.cfg.deadlines.quantize_s = 10.0
+    last = await ptq.publish(3)
+    assert len(await store.artifact_ids()) == 2
+    await store.get_manifest(ArtifactRef(last.artifact_id, 3))
 
 
 async def test_nobody_answers_after_the_flip_and_the_pointer_decides():
@@ -381,6 +494,7 @@ async def test_an_engine_that_runs_another_scheme_is_refused(monkeypatch):
     verdict = await ptq.publish(1)
     assert verdict.outcome == "kept"
     assert verdict.reason.startswith("audit: ")
+    assert not verdict.refused
 
 
 async def test_older_versions_and_closed_publishers_do_nothing():
@@ -401,7 +515,7 @@ async def test_publishes_take_turns():
     assert [v.outcome for v in verdicts] == ["accepted"] * 3
     assert [args[0] for name, args in quantizer.log if name == "load"] == [1, 2, 3]
     assert generators.live == [verdicts[2].artifact_id]
-    assert ptq.verdicts == verdicts
+    assert list(ptq.verdicts) == verdicts
 
 
 async def test_calibration_period_and_after_a_respawn():
