@@ -23,12 +23,12 @@ import asyncio
 import atexit
 import logging
 import os
-import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+from forge_ptq.engine.leaving import die, leave
 from forge_ptq.engine.types import (
     CommitReport,
     ProbeScore,
@@ -97,7 +97,8 @@ class QuantizedGenerator(ForgeActor):
         self._thread: EngineThread
         self._core: SlotEngine
         self._tokenizer: Any = None
-        self._stage_job: Future[StageReport] | None = None
+        self._slot_jobs: set[Future[Any]] = set()
+        self._stored: ArtifactRef | None = None
         self._discards = 0
         self._update_lock = asyncio.Lock()
 
@@ -114,17 +115,17 @@ class QuantizedGenerator(ForgeActor):
             engine = build_engine(self._engine_args)
             return SlotEngine(engine, idle_lane_tokens=self._idle_lane_tokens)
 
-        self._thread = EngineThread(build)
+        self._thread = EngineThread(build, on_death=die)
         core = await asyncio.to_thread(self._thread.start, START_TIMEOUT_S)
         assert isinstance(core, SlotEngine)
         self._core = core
-        atexit.register(_leave)
+        atexit.register(leave)
         self._tokenizer = core.engine.renderer.tokenizer
         self._params(None)  # bad defaults stop the actor now, not at the first request
         log.info("engine up: %s", core.bank.kernel_name)
         ref = await _committed()
         if ref is not None:
-            await self._stage(ref, None)
+            await self._stage(ref)
             await self._commit(ref.artifact_id)
             log.info("serving committed artifact %s", ref.artifact_id)
 
@@ -198,23 +199,18 @@ class QuantizedGenerator(ForgeActor):
     # ---- slots
 
     @concurrent_endpoint
-    async def stage(self, ref: ArtifactRef, corrupt: str | None = None) -> StageReport:
+    async def stage(self, ref: ArtifactRef) -> StageReport:
         """Load an artifact from the store, verified, into the idle slot, while serving.
 
-        ``corrupt="scales"`` damages its weight scales after verification: a fault to try the gate
-        with. ArtifactError if it does not fit the model; the live slot is not touched either way.
+        ArtifactError if it does not fit the model; the live slot is not touched either way.
         """
-        return await self._stage(ref, corrupt)
+        return await self._stage(ref)
 
-    async def _stage(self, ref: ArtifactRef, corrupt: str | None) -> StageReport:
+    async def _stage(self, ref: ArtifactRef) -> StageReport:
         from forge_ptq import store
 
-        if corrupt not in (None, "scales"):
-            raise ValueError(f"corrupt must be None or 'scales', got {corrupt!r}")
         started, discards = time.perf_counter(), self._discards
         artifact = await store.get_artifact(ref)
-        if corrupt is not None:
-            _corrupt_scales(artifact)
         return await self._stage_artifact(artifact, started, discards)
 
     async def _stage_artifact(
@@ -230,17 +226,14 @@ class QuantizedGenerator(ForgeActor):
         )
         if discards != self._discards:
             raise SlotStateError(f"{manifest.artifact_id} was discarded before it was staged")
-        job = self._thread.run_job(lambda: self._core.stage(candidate, self._drain_deadline_s))
-        self._stage_job = job
-        report = await self._result(job, JOB_TIMEOUT_S)
+        report = await self._slot_job(lambda: self._core.stage(candidate, self._drain_deadline_s))
         record_metric("generator_perf/stage/stage_s", report.stage_s, Reduce.MAX)
         return report
 
     @concurrent_endpoint
     async def probe(self, sequences: list[ProbeSequence]) -> list[ProbeScore]:
         """Score sequences under the idle slot, in steps of its own between live steps."""
-        job = self._thread.run_job(lambda: self._core.probe(sequences))
-        return await self._result(job, JOB_TIMEOUT_S)
+        return await self._slot_job(lambda: self._core.probe(sequences))
 
     @concurrent_endpoint
     async def commit(self, artifact_id: str) -> CommitReport:
@@ -259,19 +252,24 @@ class QuantizedGenerator(ForgeActor):
 
     @concurrent_endpoint
     async def discard(self) -> bool:
-        """Drop a candidate that never served, or one being staged; True if there was one."""
+        """Drop a candidate that never served, one being staged or probed; True if there was one.
+
+        A ``stage`` or ``probe`` that still runs fails with SlotStateError.
+        """
         self._discards += 1
 
         def drop() -> bool:
-            job = self._stage_job
-            cancelled = job is not None and self._thread.cancel_job(job)
-            return self._core.discard() or cancelled
+            cancelled = [self._thread.cancel_job(job) for job in list(self._slot_jobs)]
+            return self._core.discard() or any(cancelled)
 
         return await self._call(drop)
 
     @concurrent_endpoint
     async def update_weights(self, version: int) -> None:
-        """Pull pushed bf16 weights, quantize them by the plan, and serve them."""
+        """Pull pushed bf16 weights, quantize them by the plan, and serve them.
+
+        The artifact replaces the committed one in the store: a respawned generator serves it too.
+        """
         from forge_ptq import store
         from forge_ptq.engine.quantize import artifact_from_weights
 
@@ -284,7 +282,20 @@ class QuantizedGenerator(ForgeActor):
             )
             del state
             await self._stage_artifact(artifact, started, discards)
-            await self._commit(artifact.manifest.artifact_id)
+            ref = await store.put_artifact(artifact)
+            try:
+                await self._commit(ref.artifact_id)
+            except BaseException:
+                await store.drop_artifact(ref)
+                raise
+            # Replicas update side by side, each with an artifact of its own; the last one's pointer
+            # stays. A replica's own previous artifact may so be another one than the committed.
+            replaced = {await store.get_committed(), self._stored}
+            self._stored = ref
+            await store.set_committed(ref)
+            for old in replaced:
+                if old is not None:
+                    await store.drop_artifact(old)
 
     @concurrent_endpoint
     async def get_version(self) -> int:
@@ -306,6 +317,13 @@ class QuantizedGenerator(ForgeActor):
 
     # ---- the engine thread
 
+    async def _slot_job(self, make: Any) -> Any:
+        """Run a job on the idle slot, which ``discard`` may cut short."""
+        job = self._thread.run_job(make)
+        self._slot_jobs.add(job)
+        job.add_done_callback(self._slot_jobs.discard)
+        return await self._result(job, JOB_TIMEOUT_S)
+
     async def _call(self, function: Any) -> Any:
         return await self._result(self._thread.call(function), CALL_TIMEOUT_S)
 
@@ -314,26 +332,14 @@ class QuantizedGenerator(ForgeActor):
             return await asyncio.wrap_future(future)
 
 
-def _leave() -> None:
-    """End the process now: finalizing torch and vLLM takes seconds, and nothing is left to save.
-
-    Registered last, so that it runs before vLLM's own exit handlers, which are the slow ones.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
-
-
 async def _committed() -> ArtifactRef | None:
     """The committed artifact; None without a store, so that the actor also runs alone."""
     from forge_ptq import store
 
     try:
         return await store.get_committed()
-    except store.StoreError as error:
-        if "not initialized" in str(error):
-            return None
-        raise
+    except store.StoreNotRunning:
+        return None
 
 
 def _completion(prompt: str | list[int], sample: Sample) -> Completion:
@@ -355,9 +361,3 @@ def _completion(prompt: str | list[int], sample: Sample) -> Completion:
             "latency_s": sample.queue_to_done_s,
         },
     )
-
-
-def _corrupt_scales(artifact: QuantizedArtifact) -> None:
-    for name, tensor in artifact.tensors.items():
-        if name.endswith(".weight_scale"):
-            tensor[::2] *= 8.0

@@ -121,6 +121,32 @@ async def test_stage_probe_commit_rollback(policy: Any, model: Path) -> None:
     assert await policy.get_version.call_one() == 0
 
 
+async def test_discard_ends_a_probe_and_frees_the_slot(policy: Any, model: Path) -> None:
+    """A caller whose deadline has passed leaves a probe running; the next stage must work."""
+    refs = []
+    for seed in (8, 9):
+        artifact = artifact_of(changed(hf_state(model), seed), seed)
+        refs.append(await store.put_artifact(artifact))
+    await policy.stage.call_one(refs[0])
+    many = [ProbeSequence([1 + i % 50] * 200, 100) for i in range(400)]
+    probe = asyncio.ensure_future(policy.probe.call_one(many))
+    async with asyncio.timeout(60):
+        while not (await policy.describe.call_one())["probing"]:
+            assert not probe.done()
+    with pytest.raises(Exception, match="being probed"):
+        await policy.stage.call_one(refs[1])
+    assert await policy.discard.call_one()
+    with pytest.raises(Exception, match="discarded before it was done"):
+        await asyncio.wait_for(probe, 60)
+    staged = await policy.stage.call_one(refs[1])
+    assert staged.policy_version == 9
+    assert (await policy.probe.call_one([ProbeSequence([1, 2, 3], 1)]))[0].logprobs.shape == (2,)
+    assert await policy.discard.call_one()
+    assert not await policy.discard.call_one()
+    for ref in refs:
+        await store.drop_artifact(ref)
+
+
 async def test_refused_artifacts_change_nothing(policy: Any, model: Path) -> None:
     """One that does not fit, one that is not there."""
     state = hf_state(model)
@@ -148,9 +174,20 @@ async def test_update_weights_alone(policy: Any, model: Path) -> None:
     (got,) = await policy.generate.call_one([4, 5, 6])
     assert got.generator_version == 11
     assert got.metadata["scheme"] == "int8_dynamic"
-    with pytest.raises(Exception, match="policy_ver_0000000012"):
-        await policy.update_weights.call_one(12)
-    assert await policy.get_version.call_one() == 11
+    first = await store.get_committed()
+    assert first is not None
+    assert first.artifact_id == got.metadata["artifact_id"], "what a respawned one would serve"
+    await store.put_weights(12, changed(hf_state(model), 4))
+    await policy.update_weights.call_one(12)
+    second = await store.get_committed()
+    assert second is not None
+    assert second.policy_version == 12
+    assert (await store.get_artifact(second)).manifest.policy_version == 12
+    assert first.artifact_id not in await store.artifact_ids()
+    with pytest.raises(Exception, match="policy_ver_0000000404"):
+        await policy.update_weights.call_one(404)
+    assert await policy.get_version.call_one() == 12
+    assert await store.get_committed() == second
 
 
 async def test_a_new_process_serves_what_is_committed(policy: Any, model: Path) -> None:
@@ -158,7 +195,7 @@ async def test_a_new_process_serves_what_is_committed(policy: Any, model: Path) 
     weights = changed(hf_state(model), 3)
     ref = await store.put_artifact(artifact_of(weights, 13))
     await store.set_committed(ref)
-    other = await spawn(model, request_timeout_s=3.0, name="gen2")
+    other = await spawn(model, request_timeout_s=3.0, plan={"default": "bf16"}, name="gen2")
     assert await other.get_version.call_one() == 13
     await policy.stage.call_one(ref)
     await policy.commit.call_one(ref.artifact_id)
@@ -169,4 +206,9 @@ async def test_a_new_process_serves_what_is_committed(policy: Any, model: Path) 
     with pytest.raises(Exception, match="request_timeout_s"):
         await other.generate.call_one([1, 2], sampling_params=slow)
     assert sum(s["sequences"] for s in (await other.describe.call_one())["slots"]) == 0
+    await store.put_weights(14, changed(hf_state(model), 5))
+    await other.update_weights.call_one(14)
+    (got,) = await other.generate.call_one([4, 5, 6])
+    assert (got.generator_version, got.metadata["scheme"]) == (14, "bf16")
+    assert (await store.get_committed()).artifact_id == got.metadata["artifact_id"]  # type: ignore[union-attr]
     await QuantizedGenerator.shutdown(other)
