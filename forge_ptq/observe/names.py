@@ -100,6 +100,7 @@ METRICS: tuple[MetricName, ...] = (
     *_metrics(
         "dataset/sample",
         ("count_samples_generated", "sum", "questions asked"),
+        ("count_too_long", "sum", "questions passed over: longer than max_req_tokens"),
         ("avg_sample_len", "mean", "characters of a prompt"),
         ("current_epoch", "max", "passes over the questions"),
     ),
