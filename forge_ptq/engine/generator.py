@@ -28,9 +28,10 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from forge_ptq.engine.leaving import die, leave
+from forge_ptq.engine.leaving import die, leave, until_gone
 from forge_ptq.engine.types import (
     CommitReport,
+    EngineDeadError,
     ProbeScore,
     ProbeSequence,
     RequestError,
@@ -159,6 +160,8 @@ class QuantizedGenerator(ForgeActor):
                 raise RequestTimeout(
                     f"generate: not done within request_timeout_s={self._request_timeout_s}"
                 ) from error
+            if isinstance(error, EngineDeadError) and self._thread.failed:
+                await until_gone()
             raise
         for sample in samples:
             tokens = len(sample.token_ids)
@@ -328,8 +331,13 @@ class QuantizedGenerator(ForgeActor):
         return await self._result(self._thread.call(function), CALL_TIMEOUT_S)
 
     async def _result(self, future: Future[Any], limit_s: float) -> Any:
-        async with asyncio.timeout(limit_s):
-            return await asyncio.wrap_future(future)
+        try:
+            async with asyncio.timeout(limit_s):
+                return await asyncio.wrap_future(future)
+        except EngineDeadError:
+            if self._thread.failed:
+                await until_gone()
+            raise
 
 
 async def _committed() -> ArtifactRef | None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import sys
-import time
 
 log = logging.getLogger(__name__)
 
-LAST_WORDS_S = 1.0
+GONE_WITHIN_S = 10.0
+"""A process whose engine has died is gone by then."""
 
 
 def leave() -> None:
@@ -22,13 +23,16 @@ def leave() -> None:
 
 
 def die(cause: BaseException) -> None:
-    """End the process of a dead engine with status 1, so that the service respawns it.
-
-    Waits LAST_WORDS_S first, in which the event loop answers the requests that have failed.
-    """
+    """End the process of a dead engine with status 1, so that the service respawns it."""
     log.critical("the engine died, so this process ends", exc_info=cause)
-    time.sleep(LAST_WORDS_S)
     _exit(1)
+
+
+async def until_gone() -> None:
+    """Wait for ``die``. A request that answers with its engine's death would fail at its caller;
+    one whose process dies under it is tried again on the process that comes after it.
+    """
+    await asyncio.sleep(GONE_WITHIN_S)
 
 
 def _exit(status: int) -> None:

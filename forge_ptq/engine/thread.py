@@ -95,6 +95,11 @@ class EngineThread:
         """Whether calls are still accepted."""
         return self._dead is None and self._thread.is_alive()
 
+    @property
+    def failed(self) -> bool:
+        """Whether the engine died of an error, rather than being stopped."""
+        return self._dead is not None and not isinstance(self._dead, EngineDeadError)
+
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Run ``function`` on the engine thread between two steps."""
         future: Future[T] = Future()

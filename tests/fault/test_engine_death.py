@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(240)
 ENGINE = {"max_model_len": 128, "max_num_seqs": 8, "kv_cache_memory_bytes": 32 << 20}
 
 
-async def test_a_dead_engine_is_respawned(tmp_path, monkeypatch):
+async def test_a_dead_engine_is_replaced_and_no_request_fails(tmp_path, monkeypatch):
     monkeypatch.setenv("FORGE_PTQ_LOG_DIR", str(tmp_path))
     await runtime.init_provisioner()
     try:
@@ -28,13 +28,10 @@ async def test_a_dead_engine_is_respawned(tmp_path, monkeypatch):
         assert len(await policy.generate.route([1, 2])) == 1
         (before,) = await runtime.pids(policy)
         await policy.break_engine.route()
-        with pytest.raises(Exception, match=r"the engine is dead: .*device error"):
-            await asyncio.wait_for(policy.generate.route([1, 2]), 60)
-        for _ in range(600):
-            if await runtime.pids(policy) not in ([], [before]):
-                break
-            await asyncio.sleep(0.2)
-        (completion,) = await asyncio.wait_for(policy.generate.route([1, 2]), 60)
+        # The requests that it dies under are served by its successor.
+        calls = [asyncio.wait_for(policy.generate.route([1, 2, i]), 120) for i in range(3)]
+        for (completion,) in await asyncio.gather(*calls):
+            assert len(completion.token_ids) > 0
         assert completion.generator_version == 0
         assert await runtime.pids(policy) != [before]
         log = "".join(path.read_text() for path in tmp_path.glob("policy*.log"))

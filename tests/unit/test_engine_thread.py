@@ -270,6 +270,7 @@ def test_death_is_told_after_everything_pending_was_failed() -> None:
     thread.stop()
     ((cause, failed_before, requests),) = told
     assert isinstance(cause, ArithmeticError | OSError)
+    assert thread.failed
     assert failed_before
     assert isinstance(requests, EngineDeadError)
     assert stepper.closed
@@ -281,13 +282,14 @@ def test_stopping_is_not_dying() -> None:
     thread.start(10)
     thread.stop()
     assert told == []
+    assert not thread.failed
 
 
 def test_a_dead_engine_ends_its_process_with_an_error() -> None:
-    """The generator's hook: status 1, the log written, after the last words."""
+    """The generator's hook: status 1, the log written."""
     code = (
         "import logging, sys; from forge_ptq.engine import leaving; logging.basicConfig();"
-        "leaving.LAST_WORDS_S = 0.0; leaving.die(ArithmeticError('step went wrong'))"
+        "leaving.die(ArithmeticError('step went wrong'))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
