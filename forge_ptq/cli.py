@@ -67,7 +67,11 @@ def _metrics_table(arguments: argparse.Namespace) -> int:
 def _convert_smollm2(arguments: argparse.Namespace) -> int:
     from forge_ptq.models import smollm2
 
-    folder = smollm2.convert(arguments.out, force=arguments.force)
+    try:
+        folder = smollm2.convert(arguments.out, force=arguments.force)
+    except OSError as error:
+        print(f"--out: {error}", file=sys.stderr)
+        return 2
     print(f"SmolLM2-135M-Instruct is in {folder}")
     return 0
 

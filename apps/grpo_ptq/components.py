@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -187,7 +188,7 @@ def backends(cfg: RunConfig, report: RunReport) -> dict[str, Any]:
     settings = to_plain(wandb)
     settings["name"] = wandb.name or folder.name
     # One id per run folder, so that a resumed run goes on in the same W&B run.
-    settings["id"] = wandb.id or folder.name
+    settings["id"] = wandb.id or re.sub(r"[^A-Za-z0-9_.-]", "-", folder.name)
     settings["resume"] = wandb.resume or "allow"
     settings["dir"] = str(folder.path)
     settings["config"] = to_plain(cfg)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import logging
 import os
+import re
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any
+from dataclasses import replace
+from typing import IO, Any
 
 from forge_ptq.config import ConfigError, RunConfig, load_config, save_config, to_plain, to_yaml
 from forge_ptq.observe.console import ConsoleView, print_summary
@@ -17,6 +21,7 @@ from forge_ptq.observe.report import RunReport
 from forge_ptq.observe.run_dir import RunDir, create_run_dir
 
 FAILED, BAD_CONFIG, INTERRUPTED = 1, 2, 130
+CHECKPOINT_FILES = ("config.json", "tokenizer.json")
 
 log = logging.getLogger(__name__)
 
@@ -39,10 +44,12 @@ def run_app(main: Main, usage: str, argv: list[str] | None = None) -> int:
         cfg = load_config(arguments.config, arguments.overrides)
         require_model(cfg.model)
         run_dir = create_run_dir(cfg.output_dir, cfg.run_name, arguments.config)
+        lock = claim(run_dir)
+        # Without its name, so that running the saved file again makes a new run.
+        save_config(replace(cfg, run_name=None), run_dir.config)
     except (ConfigError, ValueError, OSError) as error:
-        print(error, file=sys.stderr)
+        print(f"{arguments.config}: {error}", file=sys.stderr)
         return BAD_CONFIG
-    save_config(cfg, run_dir.config)
     print(to_yaml(cfg))
     keep_third_parties_quiet(run_dir)
 
@@ -53,9 +60,12 @@ def run_app(main: Main, usage: str, argv: list[str] | None = None) -> int:
     print_summary(report.summary(), str(run_dir.path))
     if code == FAILED:
         print(f"logs: {run_dir.logs}", file=sys.stderr)
-    if code in (FAILED, INTERRUPTED) and cfg.trainer.checkpoint.enable:
+    lock.close()
+    checkpoints = run_dir.checkpoint(cfg.trainer.checkpoint.folder)
+    if code in (FAILED, INTERRUPTED) and (checkpoints / "LATEST").exists():
         others = [o for o in arguments.overrides if not o.startswith("run_name=")]
-        command = ["python", "-m", "apps.grpo_ptq.main", "--config", arguments.config]
+        python = os.path.relpath(sys.executable)
+        command = [python, "-m", "apps.grpo_ptq.main", "--config", arguments.config]
         command += [*others, f"run_name={run_dir.name}"]
         print(f"resume: {shlex.join(command)}", file=sys.stderr)
     return code
@@ -80,6 +90,30 @@ def supervise(main: Main, cfg: RunConfig, report: RunReport) -> int:
     return 0
 
 
+def claim(run_dir: RunDir) -> IO[str]:
+    """Locks the run's folder for this process. OSError while another run uses it."""
+    handle = (run_dir.path / ".lock").open("w")
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        handle.close()
+        raise OSError(f"run_name: {run_dir.name} is running; expected another name") from error
+    return handle
+
+
+def quiet_interrupts() -> None:
+    """Until the run has its own handling, Ctrl-C and SIGTERM end the command without a traceback:
+    nothing has been started or written that would need more."""
+
+    def leave(number: int, frame: object) -> None:
+        del number, frame
+        print("interrupted before the run began", file=sys.stderr)
+        os._exit(INTERRUPTED)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, leave)
+
+
 def first_cause(error: BaseException) -> BaseException:
     """The first single exception inside (nested) groups."""
     while isinstance(error, BaseExceptionGroup):
@@ -88,16 +122,19 @@ def first_cause(error: BaseException) -> BaseException:
 
 
 def require_model(model: str) -> None:
-    """Raises ConfigError where `model` looks like a folder and is none."""
-    folder = os.path.isabs(model) or model.startswith((".", "models/"))
-    if folder and not os.path.isfile(os.path.join(model, "config.json")):
+    """Raises ConfigError where `model` is no checkpoint folder and no ORG/NAME on the hub."""
+    hub_name = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", model)
+    if hub_name and not model.startswith("models/") and not os.path.isdir(model):
+        return
+    missing = [f for f in CHECKPOINT_FILES if not os.path.isfile(os.path.join(model, f))]
+    if missing:
         raise ConfigError(
             [
                 (
                     "model",
-                    f"{model} holds no checkpoint (no config.json). Make it first: "
-                    "python -m apps.sft.main --config configs/sft_tiny_cpu.yaml, or "
-                    "forge-ptq convert-smollm2",
+                    f"{model} is no checkpoint folder ({missing[0]} is missing). Make it first: "
+                    ".venv/bin/python -m apps.sft.main --config configs/sft_tiny_cpu.yaml, or "
+                    ".venv/bin/forge-ptq convert-smollm2",
                 )
             ]
         )

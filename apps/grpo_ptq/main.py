@@ -18,6 +18,11 @@ import sys
 import uuid
 from typing import Any
 
+from .entry import quiet_interrupts, run_app
+
+if __name__ == "__main__":
+    quiet_interrupts()  # the imports below take seconds
+
 import torch
 
 from forge_ptq.config import RunConfig
@@ -25,7 +30,6 @@ from forge_ptq.observe.report import RunReport
 from forge_ptq.runtime import Completion, Reduce, record_metric
 
 from .components import Components, launch
-from .entry import run_app
 from .pacing import RolloutBudget
 from .tasks import Episode, Group
 
@@ -65,6 +69,9 @@ async def resume(cfg: RunConfig, forge: Components, report: RunReport) -> tuple[
     if not step:
         return 0, 0
     report.restore(step)
+    if step >= cfg.trainer.training.steps:
+        report.note(f"nothing to do: {step} of {cfg.trainer.training.steps} steps are done")
+        return step, step
     report.note(f"resuming after step {step}")
     await forge.dataset.seek.call_one(await forge.resume_position())
     await forge.trainer.push_weights.call(step)

@@ -140,6 +140,7 @@ def make(config: SFTConfig) -> Path:
     if checkpoint.is_current(output, made_from):
         print(f"the starting policy is in {output} already")
         return output
+    checkpoint.require_replaceable(output)
     with tempfile.TemporaryDirectory() as folder:
         assets = Path(folder)
         tiny.write_assets(assets, tiny.config_dict(**config.policy.to_dict()))
@@ -164,9 +165,9 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     try:
         config = load(args.config, args.overrides)
-    except ConfigError as error:
+        make(config)
+    except (ConfigError, FileExistsError) as error:
         sys.exit(str(error))
-    make(config)
 
 
 if __name__ == "__main__":

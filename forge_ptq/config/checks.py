@@ -30,6 +30,17 @@ def check(config: RunConfig) -> Problems:
     if config.reward.task != config.dataset.task:
         message = f"got {config.reward.task!r}, expected dataset.task = {config.dataset.task!r}"
         problems.append(("reward.task", message))
+    for path, model in (
+        ("policy.engine_args.model", config.policy.engine_args.get("model")),
+        ("dataset.model", config.dataset.model),
+    ):
+        if model and model != config.model:
+            problems.append((path, f"got {model!r}, expected model = {config.model!r}"))
+    if config.group_size < 2:
+        problems.append(("group_size", f"got {config.group_size}, expected 2 or more to compare"))
+    if config.services.quantizer.num_replicas != 1:
+        got = config.services.quantizer.num_replicas
+        problems.append(("services.quantizer.num_replicas", f"got {got}, expected 1 for now"))
     if not config.model:
         problems.append(("model", "is empty; expected a checkpoint folder or ORG/NAME"))
     return problems

@@ -50,8 +50,8 @@ def load_mapping(
         config = OmegaConf.load(source)
     except OSError as error:
         raise ConfigError([("", f"cannot read {source}: {error.strerror}")], source) from error
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError([("", f"not valid YAML: {error}")], source) from error
+    except (yaml.YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
+        raise ConfigError([("", f"not valid YAML in UTF-8: {error}")], source) from error
     if not isinstance(config, DictConfig):
         raise ConfigError([("", "expected a block of keys at the top")], source)
     found: Problems = [] if problems is None else problems

@@ -51,9 +51,11 @@ def write_folder(
 ) -> Path:
     """Calls `fill(temporary folder)`, adds the marker with `info`, renames it to `target`.
 
-    An existing `target` is replaced. A crash leaves at most a `.partial-*` folder beside it.
+    A `target` made by this function (or empty) is replaced; anything else is not ours to delete:
+    FileExistsError before any work. A crash leaves at most a `.partial-*` folder beside it.
     """
     target = Path(target)
+    require_replaceable(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.parent / f".partial-{target.name}-{uuid.uuid4().hex[:8]}"
     partial.mkdir()
@@ -71,6 +73,18 @@ def write_folder(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return target
+
+
+def require_replaceable(target: str | Path) -> None:
+    """Raises FileExistsError where `target` is a file, or a folder with files that are not ours."""
+    target = Path(target)
+    if not target.exists() or (target / COMPLETE).is_file():
+        return
+    if not target.is_dir() or any(target.iterdir()):
+        raise FileExistsError(
+            f"{target}: exists and is no checkpoint made here (it has no {COMPLETE}); expected a "
+            "new or empty folder, or such a checkpoint"
+        )
 
 
 def _sync(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 import random
 import string
+from pathlib import Path
 
 import pytest
 import torch
@@ -93,3 +94,19 @@ def test_tensors_come_back(tmp_path):
 def test_missing_checkpoint_says_how_to_make_one(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"apps\.sft\.main"):
         checkpoint.read_config(tmp_path)
+
+
+def test_a_folder_that_is_not_ours_is_never_replaced(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "thesis.txt").write_text("years of work")
+
+    def fill(folder: Path) -> None:
+        (folder / "config.json").write_text("{}")
+
+    with pytest.raises(FileExistsError, match="theirs"):
+        checkpoint.write_folder(theirs, fill, {})
+    assert (theirs / "thesis.txt").read_text() == "years of work"
+    checkpoint.write_folder(tmp_path / "ours", fill, {"fingerprint": "1"})
+    checkpoint.write_folder(tmp_path / "ours", fill, {"fingerprint": "2"})
+    assert checkpoint.is_current(tmp_path / "ours", "2")
