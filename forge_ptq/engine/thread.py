@@ -82,7 +82,6 @@ class EngineThread:
         self._ready: Future[Steppable] = Future()
         self._lock = threading.Lock()
         self._dead: BaseException | None = None
-        self.busy_in_jobs_s = 0.0
         self._thread = threading.Thread(target=self._main, name="forge-engine", daemon=True)
 
     def start(self, timeout_s: float | None = None) -> Steppable:
@@ -229,7 +228,6 @@ class EngineThread:
             except Exception as error:  # noqa: BLE001 - handed to the caller
                 self._jobs.popleft()
                 _fail(future, error)
-        self.busy_in_jobs_s += time.perf_counter() - started
         return waiting > 0 and waiting == len(self._jobs)
 
     def _bury(self, stepper: Steppable, cause: BaseException) -> None:
