@@ -60,7 +60,7 @@ class Components:
     async def serve_unquantized(self, version: int) -> None:
         """The pushed bf16 weights straight into the generator, when there is no PTQ to gate."""
         results = await self.policy.update_weights.fanout(version)
-        if len(results) == 0:
+        if all(result is None for result in results):  # each died under the call
             raise RuntimeError(f"no generator replica took version {version}")
         for old in await store.weight_versions():
             if old < version:

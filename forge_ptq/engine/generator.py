@@ -268,8 +268,8 @@ class QuantizedGenerator(ForgeActor):
         return await self._call(drop)
 
     @concurrent_endpoint
-    async def update_weights(self, version: int) -> None:
-        """Pull pushed bf16 weights, quantize them by the plan, and serve them.
+    async def update_weights(self, version: int) -> int:
+        """Pull pushed bf16 weights, quantize them by the plan, and serve them; returns version.
 
         The artifact replaces the committed one in the store: a respawned generator serves it too.
         """
@@ -299,6 +299,7 @@ class QuantizedGenerator(ForgeActor):
             for old in replaced:
                 if old is not None:
                     await store.drop_artifact(old)
+        return version
 
     @concurrent_endpoint
     async def get_version(self) -> int:

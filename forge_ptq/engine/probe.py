@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from forge_ptq.engine.types import ProbeScore, ProbeSequence, RequestError
+from forge_ptq.numerics.divergence import kl_from_logprobs
 
 VOCAB_BLOCK = 2048
 CHUNK_ELEMENTS = 8_000_000
@@ -151,8 +152,7 @@ def _compare(
     token = [p_TV.gather(1, targets_T[:, None]).squeeze(1) for p_TV in logp]
     if len(logp) == 1:
         return token[0], None, None
-    kl_T = (logp[1].exp() * (logp[1] - logp[0])).sum(dim=-1)
-    return token[0], token[1], kl_T
+    return token[0], token[1], kl_from_logprobs(reference_RV=logp[1], candidate_RV=logp[0])
 
 
 def _join(

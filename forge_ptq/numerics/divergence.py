@@ -36,12 +36,18 @@ def kl_per_token(reference_RV: torch.Tensor, candidate_RV: torch.Tensor) -> torc
         raise ValueError(
             f"logits differ in shape: {list(reference_RV.shape)}, {list(candidate_RV.shape)}"
         )
-    ref_RV = torch.log_softmax(reference_RV.to(torch.float32), dim=-1)
-    cand_RV = torch.log_softmax(candidate_RV.to(torch.float32), dim=-1)
-    terms_RV = ref_RV.exp() * (ref_RV - cand_RV)
+    return kl_from_logprobs(
+        torch.log_softmax(reference_RV.to(torch.float32), dim=-1),
+        torch.log_softmax(candidate_RV.to(torch.float32), dim=-1),
+    ).clamp(min=0)
+
+
+def kl_from_logprobs(reference_RV: torch.Tensor, candidate_RV: torch.Tensor) -> torch.Tensor:
+    """The same from fp32 log-probabilities; rounding may take it a little below zero."""
+    terms_RV = reference_RV.exp() * (reference_RV - candidate_RV)
     # A token that both give probability zero (logit -inf) contributes nothing, not NaN.
-    terms_RV = torch.where(torch.isneginf(ref_RV), torch.zeros_like(terms_RV), terms_RV)
-    return terms_RV.sum(-1).clamp(min=0)
+    terms_RV.masked_fill_(torch.isneginf(reference_RV), 0.0)
+    return terms_RV.sum(-1)
 
 
 def t_quantile_975(degrees: int) -> float:

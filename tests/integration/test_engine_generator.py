@@ -169,7 +169,7 @@ async def test_update_weights_alone(policy: Any, model: Path) -> None:
     """Forge's own way: pushed bf16 weights, quantized here."""
     weights = changed(hf_state(model), 2)
     await store.put_weights(11, weights)
-    await policy.update_weights.call_one(11)
+    assert await policy.update_weights.call_one(11) == 11
     assert await policy.get_version.call_one() == 11
     (got,) = await policy.generate.call_one([4, 5, 6])
     assert got.generator_version == 11

@@ -8,6 +8,7 @@ import torch
 from forge_ptq.numerics.divergence import (
     cluster_mean,
     compare,
+    kl_from_logprobs,
     kl_per_token,
     rise,
     t_quantile_975,
@@ -37,6 +38,14 @@ def test_kl_of_bf16_logits_is_computed_in_fp32():
     cand = (ref.float() + 0.01).bfloat16()
     assert kl_per_token(ref, cand).dtype == torch.float32
     torch.testing.assert_close(kl_per_token(ref, cand), kl_per_token(ref.float(), cand.float()))
+
+
+def test_a_token_that_neither_gives_any_probability_contributes_nothing():
+    ref = torch.tensor([[0.5, 0.5, 0.0]]).log()
+    cand = torch.tensor([[0.25, 0.75, 0.0]]).log()
+    expected = 0.5 * math.log(2) + 0.5 * math.log(0.5 / 0.75)
+    assert float(kl_from_logprobs(ref, cand)) == pytest.approx(expected)
+    assert math.isinf(float(kl_from_logprobs(cand.roll(1), ref)))
 
 
 def test_kl_shapes_must_agree():
