@@ -47,6 +47,22 @@ def group_of(name: str) -> tuple[str, ...]:
     return (name,)
 
 
+def sites_of(layers: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """{site: members} of the distinct linear inputs among these layers.
+
+    A site is one input that one or several of the layers read: members of a fused group share
+    theirs. It carries the name of its first member (in the group's order), and sites come in the
+    order in which the layers name them, so that every rank counts them alike.
+    """
+    names = list(dict.fromkeys(layers))
+    known = set(names)
+    sites: dict[str, tuple[str, ...]] = {}
+    for name in names:
+        members = tuple(member for member in group_of(name) if member in known)
+        sites.setdefault(members[0], members)
+    return sites
+
+
 def _check_scheme(scheme: object, where: str) -> str:
     if not isinstance(scheme, str) or scheme not in SCHEME_NAMES:
         raise PlanError(
