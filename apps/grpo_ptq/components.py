@@ -132,7 +132,8 @@ async def launch(cfg: RunConfig, report: RunReport) -> Components:
     }
     if cfg.ptq.enabled:
         spawning["quantizer"] = Quantizer.options(**services["quantizer"]).as_service(
-            model_path=cfg.model, plan=plain["ptq"]["plan"]
+            model_path=cfg.model,
+            plan={key: plain["ptq"]["plan"][key] for key in ("default", "overrides")},
         )
     async with asyncio.TaskGroup() as group:
         tasks = {name: group.create_task(started(name, s)) for name, s in spawning.items()}

@@ -5,6 +5,13 @@ Light on purpose: importing it pulls in omegaconf and yaml, never torch or vllm.
 
 from .block import SCHEMES, Block, ConfigError, Scheme, to_plain
 from .build import from_mapping
+from .calibration import (
+    CalibrationConfig,
+    DriftConfig,
+    MergeConfig,
+    PlanConfig,
+    SmoothingConfig,
+)
 from .load import load_config, load_mapping, save_config, to_yaml
 from .placement import (
     ActorsConfig,
@@ -16,7 +23,6 @@ from .placement import (
 from .ptq import (
     DeadlinesConfig,
     GuardConfig,
-    PlanConfig,
     ProbeConfig,
     PTQConfig,
     SamplerConfig,
@@ -52,6 +58,7 @@ __all__ = [
     "ActivationCheckpointConfig",
     "ActorsConfig",
     "Block",
+    "CalibrationConfig",
     "CheckpointConfig",
     "CompileConfig",
     "ConfigError",
@@ -59,10 +66,12 @@ __all__ = [
     "DatasetConfig",
     "DeadlinesConfig",
     "DebugConfig",
+    "DriftConfig",
     "GuardConfig",
     "InjectConfig",
     "LRSchedulerConfig",
     "LossConfig",
+    "MergeConfig",
     "MetricLoggingConfig",
     "ModelConfig",
     "OptimizerConfig",
@@ -81,6 +90,7 @@ __all__ = [
     "Scheme",
     "ServiceOptions",
     "ServicesConfig",
+    "SmoothingConfig",
     "TrainerConfig",
     "TrainingConfig",
     "WandbConfig",

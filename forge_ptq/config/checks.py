@@ -8,12 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 from .build import Problems, closest
+from .checks_ptq import check_publishing, check_scales
 from .engine_keys import ENGINE_ARGS, SAMPLING_PARAMS, SET_BY_GENERATOR, describe, has_type
 from .schema import RunConfig
 from .titan import ParallelismConfig
-
-PROBE_MARGIN = 1.5
-"""Expected probe rollouts per required one: with fewer many candidates could not be judged."""
 
 
 def check(config: RunConfig) -> Problems:
@@ -24,7 +22,8 @@ def check(config: RunConfig) -> Problems:
     _trainer(config, problems)
     _model_builds(config, problems)
     _placement(config, problems)
-    _ptq(config, problems)
+    check_publishing(config, problems)
+    check_scales(config, problems)
     if "{question}" not in config.dataset.prompt_template:
         problems.append(("dataset.prompt_template", "expected {question} somewhere in it"))
     if config.reward.task != config.dataset.task:
@@ -38,9 +37,6 @@ def check(config: RunConfig) -> Problems:
             problems.append((path, f"got {model!r}, expected model = {config.model!r}"))
     if config.group_size < 2:
         problems.append(("group_size", f"got {config.group_size}, expected 2 or more to compare"))
-    if config.services.quantizer.num_replicas != 1:
-        got = config.services.quantizer.num_replicas
-        problems.append(("services.quantizer.num_replicas", f"got {got}, expected 1 for now"))
     if not config.model:
         problems.append(("model", "is empty; expected a checkpoint folder or ORG/NAME"))
     return problems
@@ -188,36 +184,3 @@ def _placement(config: RunConfig, problems: Problems) -> None:
     if (procs := config.services.policy.procs) != 1:
         message = f"got {procs}, expected 1, the engine's ranks; num_replicas gives more generators"
         problems.append(("services.policy.procs", message))
-
-
-def _ptq(config: RunConfig, problems: Problems) -> None:
-    ptq = config.ptq
-    probe, sampler = ptq.probe, ptq.sampler
-    if ptq.publish_every > config.off_by_n + 1:
-        # Rollouts of the served version would all be too old: training would wait for ever.
-        message = f"got {ptq.publish_every}, expected at most off_by_n + 1 = {config.off_by_n + 1}"
-        problems.append(("ptq.publish_every", message))
-    if probe.min_sequences > probe.sequences:
-        message = f"got {probe.min_sequences}, expected at most ptq.probe.sequences"
-        problems.append(("ptq.probe.min_sequences", f"{message} = {probe.sequences}"))
-    if int(sampler.capacity * sampler.probe_fraction) < probe.min_sequences:
-        message = f"got {sampler.capacity}, expected room for ptq.probe.min_sequences"
-        share = f"{probe.min_sequences} / {sampler.probe_fraction} or more"
-        problems.append(("ptq.sampler.capacity", f"{message}: {share}"))
-    episodes = config.local_batch_size * config.replay_buffer.dp_size
-    supply = (sampler.max_age + 1) * episodes * sampler.probe_fraction
-    if ptq.enabled and supply < PROBE_MARGIN * probe.min_sequences:
-        message = (
-            f"got {probe.min_sequences}, but the pool holds about {supply:g} for the probe: "
-            f"(ptq.sampler.max_age + 1) * {episodes} episodes per step * ptq.sampler.probe_fraction"
-            f"; expected at least {PROBE_MARGIN} times ptq.probe.min_sequences, since which "
-            "rollouts are held out is left to chance"
-        )
-        problems.append(("ptq.probe.min_sequences", message))
-    if config.debug.inject is not None:
-        if not ptq.enabled:
-            problems.append(("debug.inject", "expected null while ptq.enabled is false"))
-        step, steps = config.debug.inject.step, config.trainer.training.steps
-        if step > steps or step % ptq.publish_every:
-            message = f"got {step}, expected a published step: a multiple of ptq.publish_every"
-            problems.append(("debug.inject.step", f"{message} up to {steps}"))

@@ -86,7 +86,10 @@ class ServicesConfig(Block):
     """The rewards."""
 
     quantizer: ServiceOptions = field(default_factory=ServiceOptions)
-    """The quantizer."""
+    """The quantizer; each replica is one process, or `procs` tensor-parallel ones."""
+
+    stats_merger: ServiceOptions = field(default_factory=ServiceOptions)
+    """The merger of statistics; each of its `procs` reads and merges a slice of the layers."""
 
 
 @dataclass(kw_only=True)
@@ -104,6 +107,9 @@ class ActorsConfig(Block):
 
     compute_advantages: ProcessOptions = field(default_factory=ProcessOptions)
     """The group advantages."""
+
+    coordinator: ProcessOptions = field(default_factory=ProcessOptions)
+    """The coordinator of the quantizer's replicas."""
 
 
 @dataclass(kw_only=True)

@@ -5,19 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .block import Block, NaturalInt, Positive, PositiveInt, PositiveShare, Scheme, TrueShare
-
-
-@dataclass(kw_only=True)
-class PlanConfig(Block):
-    """Which scheme every linear layer serves in."""
-
-    default: Scheme = "int8_dynamic"
-    """Scheme of every linear layer that no override names: int8_dynamic, int8_static or bf16."""
-
-    overrides: dict[str, Scheme] = field(default_factory=dict)
-    """Scheme by pattern over HF module names, as in `"*.down_proj": bf16`. The last match wins.
-    Layers that vLLM fuses (q/k/v, gate/up) must agree. lm_head is never quantized."""
+from .block import Block, NaturalInt, Positive, PositiveInt, PositiveShare, TrueShare
+from .calibration import (
+    CalibrationConfig,
+    DriftConfig,
+    MergeConfig,
+    PlanConfig,
+    SmoothingConfig,
+)
 
 
 @dataclass(kw_only=True)
@@ -52,19 +47,25 @@ class SamplerConfig(Block):
     capacity: PositiveInt = 512
     """Rollouts kept; the oldest leave first."""
 
+    max_tokens: PositiveInt = 2_000_000
+    """Tokens of all rollouts kept; the oldest leave first."""
+
     max_age: NaturalInt = 4
     """Rollouts of a policy more than this many versions old leave."""
 
     probe_fraction: TrueShare = 0.25
-    """Share held out for the probe and never used to calibrate."""
+    """Share held out for the probe and used for neither calibration nor plan."""
 
 
 @dataclass(kw_only=True)
 class DeadlinesConfig(Block):
     """Seconds after which one phase of a publish counts as failed. The live slot stays as it is."""
 
+    calibrate_s: Positive = 900.0
+    """All rounds of a calibration, the search for a plan included; each has `merge.deadline_s`."""
+
     quantize_s: Positive = 300.0
-    """Load, calibrate and quantize."""
+    """Load and quantize."""
 
     stage_s: Positive = 120.0
     """Load the artifact into the idle slot, waiting for the slot to drain included."""
@@ -89,14 +90,24 @@ class PTQConfig(Block):
     publish_every: PositiveInt = 1
     """Training steps between two publishes."""
 
-    calibrate_every: PositiveInt = 1
-    """Publishes between two calibrations of static activation scales."""
+    calibrate_every: PositiveInt = 100
+    """Trainer steps between two calibrations; drift may cause one earlier. In between scales stay
+    as they are."""
 
-    calibration_sequences: PositiveInt = 64
-    """Rollouts per calibration."""
+    calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
+    """Measuring the inputs of the layers."""
+
+    smoothing: SmoothingConfig = field(default_factory=SmoothingConfig)
+    """SmoothQuant."""
+
+    merge: MergeConfig = field(default_factory=MergeConfig)
+    """From many replicas' statistics to one."""
 
     plan: PlanConfig = field(default_factory=PlanConfig)
     """Scheme per layer."""
+
+    drift: DriftConfig = field(default_factory=DriftConfig)
+    """When to calibrate early."""
 
     guard: GuardConfig = field(default_factory=GuardConfig)
     """Gate before traffic."""
@@ -109,3 +120,11 @@ class PTQConfig(Block):
 
     deadlines: DeadlinesConfig = field(default_factory=DeadlinesConfig)
     """Limits in time."""
+
+    def needs_calibration(self) -> bool:
+        """Whether anything of the plan depends on measured inputs."""
+        plan = self.plan
+        schemes = {plan.default, *plan.overrides.values()}
+        if plan.mode == "auto" or "int8_static" in schemes:
+            return True
+        return self.smoothing.enabled and schemes != {"bf16"}

@@ -171,7 +171,7 @@ class PTQ:
     async def _prepare(self, candidate: Candidate, rollouts: list[Rollout]) -> guard.Decision:
         """Quantize, stage, probe, decide."""
         calibration = self.sampler.calibration(
-            self.cfg.calibration_sequences, self.cfg.probe.max_tokens
+            self.cfg.calibration.rollouts, self.cfg.probe.max_tokens
         )
         await self._publisher.quantize(candidate, calibration)
         await self._publisher.stage(candidate)

@@ -62,7 +62,7 @@ def test_every_option_of_a_run_has_a_comment(path: Path) -> None:
         "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_replicate_degree",
         "data_parallel_shard_degree", "tensor_parallel_degree", "pipeline_parallel_degree",
         "context_parallel_degree", "expert_parallel_degree",
-        "quantize_s", "stage_s", "probe_s", "commit_s", "drain_s",
+        "calibrate_s", "quantize_s", "stage_s", "probe_s", "commit_s", "drain_s",
     }  # fmt: skip
     assert set(bare) <= allowed
 
@@ -98,6 +98,8 @@ def test_ill_typed_values_name_path_value_and_expected_type() -> None:
     [
         "group_size=0", "off_by_n=-1", "local_batch_size=-2", "ptq.guard.max_perplexity_rise=0",
         "ptq.guard.max_perplexity_rise=3", "ptq.guard.max_perplexity_rise=.nan",
+        "ptq.calibration.percentile=101", "ptq.calibration.oversample=0.9", "ptq.merge.quorum=0",
+        "ptq.merge.sigma_clip=-1", "ptq.smoothing.alpha=1.5", "ptq.drift.max_absmax_ratio=0.5",
         "ptq.sampler.probe_fraction=1", "ptq.deadlines.stage_s=0", "ptq.deadlines.stage_s=.inf",
         "loss.beta=-1", "trainer.optimizer.beta1=1.5", "services.policy.num_replicas=0",
         "debug.inject.step=0", "trainer.training.steps=0",
@@ -163,6 +165,18 @@ def test_values_out_of_range_are_refused(override: str) -> None:
         (["actors.dataset.procs=2"], "actors.dataset.procs"),
         (["ptq.probe.min_sequences=1000"], "ptq.probe.min_sequences"),
         (["ptq.sampler.capacity=4"], "ptq.sampler.capacity"),
+        (["ptq.sampler.max_tokens=1000"], "ptq.sampler.max_tokens"),
+        (["ptq.calibration.rollouts=129"], "ptq.sampler.capacity"),
+        (["ptq.plan.mode=auto", "ptq.plan.rollouts=65"], "ptq.sampler.capacity"),
+        (["ptq.plan.mode=auto", "ptq.plan.budget=0.03"], "ptq.plan.budget"),
+        (["ptq.plan.mode=auto", "services.quantizer.procs=2"], "services.quantizer.procs"),
+        (["ptq.plan={default: bf16, overrides: {}}"], "ptq.smoothing.enabled"),
+        (["ptq.merge.heartbeat_s=60"], "ptq.merge.heartbeat_s"),
+        (["ptq.deadlines.calibrate_s=59"], "ptq.deadlines.calibrate_s"),
+        (
+            ["ptq.calibration.oversample=2.1", "services.quantizer.num_replicas=4"],
+            "ptq.calibration.oversample",
+        ),
         (["ptq.publish_every=3"], "ptq.publish_every"),
         (["off_by_n=0", "ptq.publish_every=2"], "ptq.publish_every"),
         (["debug.inject.step=100000"], "debug.inject.step"),
@@ -183,6 +197,29 @@ def test_the_probe_must_have_rollouts_to_spare() -> None:
     assert "ptq.sampler.probe_fraction" in message
     load_config(TINY, ["local_batch_size=8", "ptq.probe.min_sequences=13"])
     load_config(TINY, [*few, "ptq.enabled=false", "debug.inject=null"])
+
+
+def test_what_depends_on_measured_inputs() -> None:
+    def needs(*overrides: str) -> bool:
+        return load_config(TINY, overrides).ptq.needs_calibration()
+
+    dynamic = "ptq.plan={default: int8_dynamic, overrides: {'*.down_proj': bf16}}"
+    assert needs()
+    assert needs(dynamic)  # to be smoothed
+    assert not needs(dynamic, "ptq.smoothing.enabled=false")
+    assert needs("ptq.plan={mode: auto, default: bf16}", "ptq.smoothing.enabled=false")
+    assert not needs("ptq.plan={default: bf16}", "ptq.smoothing.enabled=false")
+
+
+def test_replicas_that_stand_by_are_half_of_them_at_most() -> None:
+    for replicas, oversample in ((1, 1.2), (2, 1.2), (2, 2), (4, 2), (5, 1.6), (128, 1.2)):
+        load_config(
+            TINY,
+            [
+                f"ptq.calibration.oversample={oversample}",
+                f"services.quantizer.num_replicas={replicas}",
+            ],
+        )
 
 
 def test_a_publish_may_skip_as_many_versions_as_episodes_may_trail() -> None:

@@ -1,0 +1,110 @@
+"""Keys of `ptq` that must fit each other and the rest. See checks.py."""
+
+from __future__ import annotations
+
+import math
+
+from .build import Problems
+from .schema import RunConfig
+
+PROBE_MARGIN = 1.5
+"""Expected probe rollouts per required one: with fewer many candidates could not be judged."""
+
+
+def check_publishing(config: RunConfig, problems: Problems) -> None:
+    """Publishing, the probe's supply of rollouts, and fault injection."""
+    ptq = config.ptq
+    probe, sampler = ptq.probe, ptq.sampler
+    if ptq.publish_every > config.off_by_n + 1:
+        # Rollouts of the served version would all be too old: training would wait for ever.
+        message = f"got {ptq.publish_every}, expected at most off_by_n + 1 = {config.off_by_n + 1}"
+        problems.append(("ptq.publish_every", message))
+    if probe.min_sequences > probe.sequences:
+        message = f"got {probe.min_sequences}, expected at most ptq.probe.sequences"
+        problems.append(("ptq.probe.min_sequences", f"{message} = {probe.sequences}"))
+    if int(sampler.capacity * sampler.probe_fraction) < probe.min_sequences:
+        message = f"got {sampler.capacity}, expected room for ptq.probe.min_sequences"
+        share = f"{probe.min_sequences} / {sampler.probe_fraction} or more"
+        problems.append(("ptq.sampler.capacity", f"{message}: {share}"))
+    episodes = config.local_batch_size * config.replay_buffer.dp_size
+    supply = (sampler.max_age + 1) * episodes * sampler.probe_fraction
+    if ptq.enabled and supply < PROBE_MARGIN * probe.min_sequences:
+        message = (
+            f"got {probe.min_sequences}, but the pool holds about {supply:g} for the probe: "
+            f"(ptq.sampler.max_age + 1) * {episodes} episodes per step * ptq.sampler.probe_fraction"
+            f"; expected at least {PROBE_MARGIN} times ptq.probe.min_sequences, since which "
+            "rollouts are held out is left to chance"
+        )
+        problems.append(("ptq.probe.min_sequences", message))
+    if config.debug.inject is not None:
+        if not ptq.enabled:
+            problems.append(("debug.inject", "expected null while ptq.enabled is false"))
+        step, steps = config.debug.inject.step, config.trainer.training.steps
+        if step > steps or step % ptq.publish_every:
+            message = f"got {step}, expected a published step: a multiple of ptq.publish_every"
+            problems.append(("debug.inject.step", f"{message} up to {steps}"))
+
+
+def check_scales(config: RunConfig, problems: Problems) -> None:
+    """Calibration, smoothing, merge and plan."""
+    ptq = config.ptq
+    if not ptq.enabled:
+        return
+    _plan(config, problems)
+    _rounds(config, problems)
+    sampler, plan = ptq.sampler, ptq.plan
+    room = sampler.capacity - round(sampler.capacity * sampler.probe_fraction)
+    need = ptq.calibration.rollouts + (plan.rollouts if plan.mode == "auto" else 0)
+    if ptq.needs_calibration() and room < need:
+        also = " + ptq.plan.rollouts" if plan.mode == "auto" else ""
+        message = (
+            f"got {sampler.capacity}, of which {room} are not held out for the probe; expected "
+            f"room for ptq.calibration.rollouts{also} = {need}"
+        )
+        problems.append(("ptq.sampler.capacity", message))
+    longest = config.max_req_tokens + config.max_res_tokens
+    tokens = math.floor(sampler.max_tokens * sampler.probe_fraction)
+    if tokens < ptq.probe.min_sequences * longest:
+        message = (
+            f"got {sampler.max_tokens}, of which {tokens} are for the probe; expected room for "
+            f"ptq.probe.min_sequences rollouts of {longest} tokens"
+        )
+        problems.append(("ptq.sampler.max_tokens", message))
+
+
+def _plan(config: RunConfig, problems: Problems) -> None:
+    ptq, plan = config.ptq, config.ptq.plan
+    schemes = {plan.default, *plan.overrides.values()}
+    if plan.mode == "auto":
+        if config.services.quantizer.procs > 1:
+            got = config.services.quantizer.procs
+            message = f"got {got}, expected 1 while ptq.plan.mode is auto"
+            more = "measuring a plan needs whole replicas"
+            problems.append(("services.quantizer.procs", f"{message}: {more}"))
+        if plan.budget >= ptq.guard.max_perplexity_rise:
+            message = f"got {plan.budget}, expected less than ptq.guard.max_perplexity_rise"
+            more = "a plan at the limit is refused as often as not"
+            limit = ptq.guard.max_perplexity_rise
+            problems.append(("ptq.plan.budget", f"{message} = {limit}: {more}"))
+    elif ptq.smoothing.enabled and schemes == {"bf16"}:
+        message = "got true, expected false: ptq.plan has no INT8 layer to smooth for"
+        problems.append(("ptq.smoothing.enabled", message))
+
+
+def _rounds(config: RunConfig, problems: Problems) -> None:
+    merge, limits = config.ptq.merge, config.ptq.deadlines
+    if merge.heartbeat_s >= merge.deadline_s:
+        message = f"got {merge.heartbeat_s:g}, expected less than ptq.merge.deadline_s"
+        more = "a share must change hands before the round is over"
+        problems.append(("ptq.merge.heartbeat_s", f"{message} = {merge.deadline_s:g}: {more}"))
+    if merge.deadline_s > limits.calibrate_s:
+        message = f"got {limits.calibrate_s:g}, expected at least ptq.merge.deadline_s"
+        problems.append(("ptq.deadlines.calibrate_s", f"{message} = {merge.deadline_s:g}"))
+    replicas, oversample = config.services.quantizer.num_replicas, config.ptq.calibration.oversample
+    primaries = max(1, math.floor(replicas / oversample))
+    if replicas > 1 and 2 * primaries < replicas:
+        message = (
+            f"got {oversample:g}, by which {replicas - primaries} of the {replicas} replicas of "
+            "services.quantizer would stand by; expected half of them at most"
+        )
+        problems.append(("ptq.calibration.oversample", message))
