@@ -17,123 +17,51 @@ and renamed into place, so a directory with a manifest is complete.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
 import os
-import uuid
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from forge_ptq.numerics.schemes import PART_DTYPES
+from forge_ptq.manifest import (
+    SCHEMA_VERSION,
+    ArtifactError,
+    ArtifactRef,
+    CalibrationRecord,
+    Manifest,
+    TensorSpec,
+    assemble_manifest,
+    describe_tensor,
+    hash_tensor,
+    new_artifact_id,
+    tensor_bytes,
+    torch_dtype,
+    verify_layers,
+)
 
-SCHEMA_VERSION = 1
 TENSORS_FILE = "tensors.safetensors"
 MANIFEST_FILE = "manifest.json"
 
-
-class ArtifactError(ValueError):
-    """An artifact that must not be served; the message names the tensor and what is wrong."""
-
-
-@dataclass(frozen=True)
-class ArtifactRef:
-    """Names an artifact in the store."""
-
-    artifact_id: str
-    policy_version: int
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """What a tensor must be."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    """As torch prints it, without "torch."."""
-    sha256: str
-    """Of the row-major bytes."""
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return math.prod(self.shape) * torch_dtype(self.dtype).itemsize
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What an artifact holds. ``artifact_id`` is unique per publish attempt."""
-
-    artifact_id: str
-    policy_version: int
-    model: str
-    """Architecture name, as in the HF config."""
-    layers: Mapping[str, str]
-    """HF module name -> scheme, for every linear of the plan, those in bf16 included."""
-    tensors: Mapping[str, TensorSpec]
-    notes: Mapping[str, str] = field(default_factory=dict)
-    """Layer -> why it is not what the plan asked for."""
-    schema_version: int = SCHEMA_VERSION
-
-    @property
-    def ref(self) -> ArtifactRef:
-        """The reference under which a store keeps it."""
-        return ArtifactRef(self.artifact_id, self.policy_version)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors together."""
-        return sum(spec.nbytes for spec in self.tensors.values())
-
-    def to_json(self) -> str:
-        """One JSON object; ``from_json`` reads it back."""
-        return json.dumps(asdict(self), sort_keys=True)
-
-    @classmethod
-    def from_json(cls, text: str) -> Manifest:
-        """Raises ArtifactError for anything that is not a manifest of this schema version."""
-        try:
-            data: dict[str, Any] = json.loads(text)
-            if data["schema_version"] != SCHEMA_VERSION:
-                raise ArtifactError(
-                    f"manifest has schema_version {data['schema_version']}, "
-                    f"this version reads {SCHEMA_VERSION}"
-                )
-            tensors = {
-                name: TensorSpec(tuple(spec["shape"]), str(spec["dtype"]), str(spec["sha256"]))
-                for name, spec in data.pop("tensors").items()
-            }
-            return cls(tensors=tensors, **data)
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-            raise ArtifactError(f"not an artifact manifest: {error!r}") from error
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype called name ("int8"); ArtifactError if there is none."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ArtifactError(f"{name!r} is not a tensor dtype")
-    return dtype
-
-
-def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The row-major bytes of any tensor as a flat uint8 tensor (a view where possible)."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-
-
-def hash_tensor(tensor: torch.Tensor) -> str:
-    """sha256 hex digest of the row-major bytes, any dtype."""
-    return hashlib.sha256(tensor_bytes(tensor).numpy().data).hexdigest()
-
-
-def describe_tensor(tensor: torch.Tensor) -> TensorSpec:
-    """Shape, dtype and hash of a tensor."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return TensorSpec(tuple(tensor.shape), dtype, hash_tensor(tensor))
+__all__ = [
+    "MANIFEST_FILE",
+    "SCHEMA_VERSION",
+    "TENSORS_FILE",
+    "ArtifactError",
+    "ArtifactRef",
+    "CalibrationRecord",
+    "Manifest",
+    "QuantizedArtifact",
+    "TensorSpec",
+    "assemble_manifest",
+    "describe_tensor",
+    "hash_tensor",
+    "new_artifact_id",
+    "tensor_bytes",
+    "torch_dtype",
+    "verify_layers",
+    "verify_names",
+]
 
 
 @dataclass(frozen=True)
@@ -151,18 +79,23 @@ class QuantizedArtifact:
         model: str,
         layers: Mapping[str, str],
         tensors: Mapping[str, torch.Tensor],
+        asked: Mapping[str, str] | None = None,
         notes: Mapping[str, str] | None = None,
+        calibration: CalibrationRecord | None = None,
         artifact_id: str | None = None,
     ) -> QuantizedArtifact:
-        """Hash the tensors and write the manifest; artifact_id defaults to a fresh unique one."""
+        """Hash the tensors and write the manifest; ``verify`` says whether they fit together."""
         kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        manifest = Manifest(
-            artifact_id=artifact_id or f"v{policy_version:010d}-{uuid.uuid4().hex[:12]}",
+        manifest = assemble_manifest(
             policy_version=policy_version,
             model=model,
-            layers=dict(layers),
-            tensors={name: describe_tensor(tensor) for name, tensor in kept.items()},
-            notes=dict(notes or {}),
+            layers=layers,
+            specs={name: describe_tensor(tensor) for name, tensor in kept.items()},
+            asked=asked,
+            notes=notes,
+            calibration=calibration,
+            artifact_id=artifact_id,
+            check=False,
         )
         return cls(manifest, kept)
 
@@ -228,44 +161,6 @@ def verify_names(manifest: Manifest, names: Mapping[str, object]) -> None:
     extra = sorted(set(names) - set(manifest.tensors))
     if extra:
         raise ArtifactError(f"{extra[0]}: not in the manifest ({len(extra)} extra tensors)")
-
-
-def verify_layers(manifest: Manifest) -> None:
-    """Raise ArtifactError unless every layer has exactly the parts of its scheme."""
-    specs = manifest.tensors
-    parts_of_layers: set[str] = set()
-    for layer, scheme in manifest.layers.items():
-        if scheme not in PART_DTYPES:
-            raise ArtifactError(f"{layer}: unknown scheme {scheme!r}")
-        parts = PART_DTYPES[scheme]
-        for part, dtype in parts.items():
-            name = f"{layer}.{part}"
-            if name not in specs:
-                raise ArtifactError(f"{name}: missing, a layer with scheme {scheme} needs it")
-            if torch_dtype(specs[name].dtype) != dtype:
-                raise ArtifactError(
-                    f"{name}: scheme {scheme} needs dtype {dtype}, got {specs[name].dtype}"
-                )
-            parts_of_layers.add(name)
-        weight = specs[f"{layer}.weight"].shape
-        if len(weight) != 2:
-            raise ArtifactError(f"{layer}.weight: expected shape [N, K], got {list(weight)}")
-        shapes = {"weight": weight, "weight_scale": (weight[0], 1), "input_scale": (1,)}
-        for part in parts:
-            got = specs[f"{layer}.{part}"].shape
-            if got != shapes[part]:
-                raise ArtifactError(
-                    f"{layer}.{part}: expected shape {list(shapes[part])}, got {list(got)}"
-                )
-    for name, spec in specs.items():
-        if name in parts_of_layers:
-            continue
-        if name.endswith("_scale"):
-            raise ArtifactError(f"{name}: a scale that no layer's scheme asks for")
-        if torch_dtype(spec.dtype) != torch.bfloat16:
-            raise ArtifactError(
-                f"{name}: outside the plan's layers tensors are bf16, got {spec.dtype}"
-            )
 
 
 def _verify_tensor(name: str, spec: TensorSpec, tensor: torch.Tensor) -> None:
