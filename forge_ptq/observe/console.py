@@ -44,7 +44,7 @@ def publish_line(record: Mapping[str, Any]) -> str:
         text += f", perplexity rise {percent(rise)}, KL {number(record.get('kl'), '.2g')}"
     timings = [
         f"{name} {number(record[key], '.2f')} s"
-        for name, key in (("stage", "stage_s"), ("probe", "probe_s"))
+        for name, key in (("calibrate", "calibrate_s"), ("stage", "stage_s"), ("probe", "probe_s"))
         if is_number(record.get(key))
     ]
     if is_number(record.get("pause_s")):
@@ -54,6 +54,25 @@ def publish_line(record: Mapping[str, Any]) -> str:
     if verdict != "accepted" and record.get("reason"):
         text += f": {record['reason']}"
     return text
+
+
+def calibration_line(record: Mapping[str, Any]) -> str:
+    """The calibration that a publish made, in one line: why, by whom, and the plan that came."""
+    text = f"calibrated ({record.get('calibration_reason')}) on {record.get('calibration_tokens')}"
+    text += f" tokens by {len(record.get('contributors') or ())} replicas"
+    if record.get("dropped"):
+        text += f", without {', '.join(record['dropped'])}"
+    if is_number(record.get("predicted_rise")):
+        text += f", plan predicts {percent(record['predicted_rise'])}"
+    return f"{text}; {shares(record)}"
+
+
+def shares(record: Mapping[str, Any]) -> str:
+    """Where the FLOPs of the linear layers go, by scheme."""
+    share = record.get("flop_share") or {}
+    names = {"int8_static": "static", "int8_dynamic": "dynamic", "bf16": "bf16"}
+    parts = [f"{100 * share[key]:.0f} % {name}" for key, name in names.items() if share.get(key)]
+    return " ".join(parts) or "no plan"
 
 
 class ConsoleView:
@@ -117,6 +136,8 @@ class ConsoleView:
 
     def publish(self, record: Mapping[str, Any]) -> None:
         """One candidate has been judged."""
+        if record.get("calibrated"):
+            self._line(f"version {record['version']}: {calibration_line(record)}")
         if not self.live_view or record["verdict"] != "accepted":
             self._line(publish_line(record))
 
@@ -221,6 +242,12 @@ def print_summary(summary: Mapping[str, Any], folder: str, console: Console | No
         table.add_row(
             "perplexity rise", f"{percent(mean(served))} mean, {percent(max(served))} highest"
         )
+    calibrated = [p for p in summary["publishes"] if p.get("calibrated")]
+    if calibrated:
+        count = summary.get("calibrations", len(calibrated))
+        seconds = number(summary.get("calibrate_s"), ".1f")
+        text = f"{count} in {seconds} s; the last: {shares(calibrated[-1])}"
+        table.add_row("calibrations", text)
     for record in summary["publishes"]:
         if record["verdict"] != "accepted":
             table.add_row("not served", publish_line(record))

@@ -38,6 +38,8 @@ class Records:
         self.outcomes: Counter[str] = Counter(
             {key: before.get(key, 0) for key in ("accepted", "refused", "failed")}
         )
+        self.calibrations: int = before.get("calibrations", 0)
+        self.calibrate_s: float = before.get("calibrate_s", 0.0)
         self._settled = previous is None
 
     def settle(self, step: int) -> None:
@@ -51,6 +53,7 @@ class Records:
         for record in self.publishes:
             if record["version"] > step:
                 self.outcomes[outcome(record)] -= 1
+                self.calibrations -= bool(record.get("calibrated"))
         self.publishes = [r for r in self.publishes if r["version"] <= step]
 
     def add_step(self, record: Record) -> None:
@@ -63,6 +66,8 @@ class Records:
         """A verdict on a candidate."""
         self.settle(record["version"] - 1)
         self.outcomes[outcome(record)] += 1
+        self.calibrations += bool(record.get("calibrated"))
+        self.calibrate_s += record.get("calibrate_s") or 0.0
         self.publishes.append(record)
         thin(self.publishes, "version")
 

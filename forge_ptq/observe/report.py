@@ -237,6 +237,8 @@ class RunReport:
             "steps": max(last, self._resumed_from),
             "resumed_from": self._resumed_from,
             **{key: kept.outcomes[key] for key in ("accepted", "refused", "failed")},
+            "calibrations": kept.calibrations,
+            "calibrate_s": round(kept.calibrate_s, 3),
             "reward_first10": mean(rewards[:WINDOW]),
             "reward_last10": mean(rewards[-WINDOW:]),
             "served_versions": sorted(kept.served),

@@ -24,7 +24,14 @@ def run(tmp_path: Path, *, terminal: bool) -> str:
             with report.phase("train/step"):
                 report.add_rollout(tokens=10)
             report.end_step(step, step / 10, {"loss": math.nan if step == 1 else 0.25})
-        report.add_publish({"version": 2, "outcome": "accepted", "perplexity_rise": 0.0123})
+        report.add_publish(
+            {
+                "version": 2, "outcome": "accepted", "perplexity_rise": 0.0123, "calibrated": True,
+                "calibration_reason": "first", "calibration_tokens": 480, "calibrate_s": 2.5,
+                "contributors": ("a:1", "b:2"), "dropped": ("c:3: NaN",), "predicted_rise": 0.02,
+                "flop_share": {"int8_static": 0.75, "int8_dynamic": 0.2, "bf16": 0.05},
+            }
+        )  # fmt: skip
         report.add_publish(
             {
                 "version": 3, "outcome": "kept", "refused": True, "perplexity_rise": 5.0,
@@ -42,6 +49,11 @@ def test_plain_lines_without_a_terminal(tmp_path: Path) -> None:
     assert "step 3/3  reward 0.300  loss 0.2500  30 tokens" in text
     assert "step 1/3  reward 0.100  loss -" in text
     assert "version 2: accepted, perplexity rise 1.23 %" in text
+    assert (
+        "version 2: calibrated (first) on 480 tokens by 2 replicas, without c:3: NaN, plan "
+        "predicts 2.00 %; 75 % static 20 % dynamic 5 % bf16"
+    ) in text
+    assert "1 in 2.5 s; the last: 75 % static" in text
     assert "version 3: kept: over the limit" in text
     assert "over the limit" in text
     assert "1 accepted, 1 refused" in text

@@ -182,14 +182,25 @@ def test_totals_go_on_over_sessions(run_dir: RunDir) -> None:
     first = RunReport(run_dir, CONFIG, started=now - 100)
     with first.phase("rollout/generate"):
         first.add_rollout(tokens=300, versions=[0, 1, 2])
+    for version, made in ((1, True), (2, True), (2, False)):
+        first.add_publish(
+            {
+                "version": version, "outcome": "accepted", "calibrated": made,
+                "calibrate_s": 1.5 if made else None,
+            }
+        )  # fmt: skip
     first.end_step(2, reward=0.5)
     second = RunReport(run_dir, CONFIG, started=now - 20)
     second.restore(1)
     with second.phase("rollout/generate"):
         second.add_rollout(tokens=50, versions=[1])
+    second.add_publish(
+        {"version": 2, "outcome": "kept", "calibrate_s": 4.0, "calibration_failed": True}
+    )
     second.end_step(2, reward=0.5)
     summary = second.finish("completed")
     assert summary["tokens"] == 350
+    assert (summary["calibrations"], summary["calibrate_s"]) == (1, 7.0)
     assert summary["served_versions"] == [0, 1]
     assert 100 <= summary["wall_s_before"] < 110
     assert 20 <= summary["wall_s"] < 30
