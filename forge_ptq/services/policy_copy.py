@@ -1,42 +1,46 @@
-"""PolicyCopy: a module tree that holds one policy version, and the three things done with it.
+"""PolicyCopy: a module tree that holds one policy version, and the things done with it.
 
 It loads weights under HF names, runs rollouts through the policy (reference scores, activation
-ranges) and turns its weights into the tensors of an artifact. No actors, no store: a Quantizer
-process owns one, and so could a trainer rank.
+statistics, what a quantized policy would say) and turns its weights into the tensors of an
+artifact. No actors, no store: a Quantizer process owns one, and so could a trainer rank.
 
-Sequences are batched by length and padded on the right. Attention is causal, so no real position
-sees the padding and no mask is needed; positions of padding are dropped from every result.
+The weights are always those the trainer pushed. Smoothing is folded in on the fly, by ``quantize``
+into what it returns and by ``observe`` and ``evaluator`` into the inputs they look at.
 
-Shape suffixes: B sequences, T positions, R response tokens, H hidden size.
+Shape suffixes: B sequences, T positions, R response tokens, H hidden size, V vocabulary, C
+channels.
 """
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-from forge_ptq.numerics.plan import QuantPlan, group_of
-from forge_ptq.numerics.schemes import QuantizationError, get_scheme
+from forge_ptq.numerics.calibration import Calibration
+from forge_ptq.numerics.observer import ActivationObserver
+from forge_ptq.numerics.plan import QuantPlan, sites_of
+from forge_ptq.numerics.schemes import QuantizationError
+from forge_ptq.numerics.smoothing import Folding, SmoothingSite, smooth_site, smoothing_sites
+from forge_ptq.numerics.stats import ActivationStats
+from forge_ptq.services.policy_batches import Sequence_, batch_indices, make_batches, padded
+from forge_ptq.services.policy_evaluate import Evaluator
+from forge_ptq.services.policy_quantize import (
+    corrupt_scales,
+    full,
+    parameter_shares,
+    quantize_parameters,
+)
 
-BATCH_TOKENS = 4096
-"""Positions per forward pass, padding included (one sequence may exceed it)."""
+__all__ = ["PolicyCopy", "Sequence_", "build_model", "full", "make_batches"]
 
-CORRUPTION = 3.0
-"""Factor of the fault corrupt_scales on every other output channel."""
-
-
-class Sequence_(Protocol):
-    """What is scored: token_ids, of which those from response_start on are the response."""
-
-    @property
-    def token_ids(self) -> list[int]: ...
-
-    @property
-    def response_start(self) -> int: ...
+Stats = dict[str, ActivationStats]
+OnBatch = Callable[[int, Callable[[], Stats]], None]
+"""Called after every batch with the number done and a function that gives the statistics so far."""
 
 
 def build_model(model_path: str | os.PathLike[str], dtype: str = "auto") -> nn.Module:
@@ -83,6 +87,7 @@ class PolicyCopy:
         self.plan = plan
         self.layers = plan.resolve(linears)
         self.linears = linears
+        self.shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
 
     @torch.no_grad()
     def load(self, version: int, weights: Mapping[str, torch.Tensor]) -> None:
@@ -123,11 +128,27 @@ class PolicyCopy:
             found[target] = tensor
         return found
 
+    @property
+    def sites(self) -> dict[str, tuple[str, ...]]:
+        """{site: members} of every linear input that may be quantized, in the model's order."""
+        return sites_of(self.layers)
+
+    def smoothing_sites(self, *, down_proj: bool = False) -> dict[str, SmoothingSite]:
+        """What can be smoothed in this architecture, see ``numerics.smoothing``."""
+        return smoothing_sites(self.shapes, self.model.config, down_proj=down_proj)
+
+    def head(self) -> torch.Tensor:
+        """lm_head's weight [V, H]."""
+        return full(self.model.lm_head.weight)
+
     @torch.no_grad()
-    def reference(self, sequences: Sequence[Sequence_]) -> list[torch.Tensor]:
-        """Final-normed hidden states [R, H] that predict each sequence's response tokens.
+    def reference(
+        self, sequences: Sequence[Sequence_], observer: ActivationObserver | None = None
+    ) -> list[torch.Tensor]:
+        """Final-normed hidden states [R, H] that predict each sequence's response tokens, on CPU.
 
         Row i predicts token response_start + i, so it comes from position response_start + i - 1.
+        An observer, entered by the caller, sees the same forward passes.
         """
         for index, sequence in enumerate(sequences):
             if not 1 <= sequence.response_start < len(sequence.token_ids):
@@ -135,14 +156,113 @@ class PolicyCopy:
                     f"sequence {index}: response_start {sequence.response_start} must be within 1 "
                     f"and {len(sequence.token_ids) - 1}"
                 )
-        results: list[torch.Tensor | None] = [None] * len(sequences)
-        for indices, tokens_BT, _ in self._batches(sequences):
-            hidden_BTH = self._hidden(tokens_BT)
+        results: dict[int, torch.Tensor] = {}
+        for indices in batch_indices(sequences):
+            hidden_BTH = self._forward([sequences[i] for i in indices], observer)
             for row, index in enumerate(indices):
                 sequence = sequences[index]
                 span = slice(sequence.response_start - 1, len(sequence.token_ids) - 1)
                 results[index] = hidden_BTH[row, span].clone()
-        return [hidden_RH for hidden_RH in results if hidden_RH is not None]
+        return [results[index] for index in range(len(sequences))]
+
+    @torch.no_grad()
+    def observe(
+        self,
+        batches: Sequence[Sequence[Sequence_]],
+        shift: Mapping[str, torch.Tensor] | None = None,
+        on_batch: OnBatch | None = None,
+    ) -> Stats:
+        """Statistics of every site's input over all real positions, prompts and position 0 too.
+
+        batches: from ``make_batches``. shift: log2 smoothing factors per site, int8 [C]; inputs are
+        observed after dividing by them. Statistics of several calls add up to those of one call
+        over all their batches. Non-finite activations are counted, they do not raise.
+        """
+        total: Stats = {}
+
+        def so_far() -> Stats:
+            for site, fresh in observer.take().items():
+                total[site] = total[site].merge(fresh) if site in total else fresh
+            return dict(total)
+
+        with ActivationObserver(self.model, self.sites, shift=shift) as observer:
+            for done, batch in enumerate(batches, start=1):
+                self._forward(batch, observer)
+                if on_batch is not None:
+                    on_batch(done, so_far)
+            return so_far()
+
+    def smooth(
+        self, stats: Mapping[str, ActivationStats], alpha: float | None, *, down_proj: bool = False
+    ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+        """({site: log2 factors int8 [C]}, {site: alpha}) from statistics of the raw inputs.
+
+        alpha None: chosen per site. Sites that come out unchanged are left out of both.
+        """
+        shifts: dict[str, torch.Tensor] = {}
+        alphas: dict[str, float] = {}
+        for name, site in self.smoothing_sites(down_proj=down_proj).items():
+            if name not in stats:
+                continue
+            weights = [full(self.parameters[f"{member}.weight"]) for member in site.members]
+            chosen, shift_C = smooth_site(site, stats[name], weights, alpha)
+            if bool(shift_C.any()):
+                shifts[name], alphas[name] = shift_C, chosen
+        return shifts, alphas
+
+    def quantize(
+        self,
+        layers: Mapping[str, str],
+        calibration: Calibration | Mapping[str, float] | None,
+        *,
+        names: Collection[str] | None = None,
+        corrupt: bool = False,
+    ) -> tuple[dict[str, torch.Tensor], dict[str, str], dict[str, str]]:
+        """(tensors, layers, notes) of an artifact of the loaded version, or of a part of it.
+
+        layers: scheme of every layer, which may differ from the calibration's. calibration: its
+        ranges and smoothing factors (or ranges alone); None if nothing is static. names: the
+        parameters of the part, see ``shares``. A static layer without a range becomes
+        int8_dynamic together with its fused group, with a note.
+        """
+        absmax: Mapping[str, float] = {}
+        folding = Folding({}, {})
+        if isinstance(calibration, Calibration):
+            absmax = calibration.absmax
+            folding = Folding(self.smoothing_sites(down_proj=True), calibration.shift)
+        elif calibration is not None:
+            absmax = calibration
+        tensors, used, notes = quantize_parameters(self.parameters, layers, absmax, folding, names)
+        if corrupt:
+            if not any(scheme.startswith("int8") for scheme in layers.values()):
+                raise ValueError("corrupt_scales needs an int8 layer, the plan has none")
+            corrupt_scales(tensors)
+        return tensors, used, notes
+
+    def shares(self, count: int) -> list[list[str]]:
+        """Parameter names in ``count`` shares of about equal work, fused layers together."""
+        sizes = {name: math.prod(shape) for name, shape in self.shapes.items()}
+        return parameter_shares(sizes, count)
+
+    def evaluator(
+        self,
+        rollouts: Sequence[Sequence_],
+        shift: Mapping[str, torch.Tensor] | None = None,
+        hidden_GRH: Sequence[torch.Tensor] | None = None,
+    ) -> Evaluator:
+        """Scores many plans on the same rollouts, see ``policy_evaluate``."""
+        return Evaluator(self, rollouts, shift, hidden_GRH)
+
+    def evaluate(
+        self,
+        layers: Mapping[str, str],
+        ranges: Mapping[str, float],
+        shift: Mapping[str, torch.Tensor] | None,
+        rollouts: Sequence[Sequence_],
+        hidden_GRH: Sequence[torch.Tensor] | None = None,
+    ) -> list[torch.Tensor]:
+        """KL per response token [R] of each rollout, if the policy were quantized like this."""
+        return self.evaluator(rollouts, shift, hidden_GRH).scores(layers, ranges).kl_GR
 
     @torch.no_grad()
     def absmax(self, sequences: Sequence[Sequence_]) -> dict[str, float]:
@@ -150,106 +270,27 @@ class PolicyCopy:
 
         QuantizationError names a layer whose input is not finite.
         """
+        stats = self.observe(make_batches(sequences))
         ranges: dict[str, float] = {}
-        valid_BT: torch.Tensor | None = None
-
-        def watch(name: str) -> Any:
-            def hook(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-                assert valid_BT is not None
-                x_BT = args[0].detach().abs().amax(-1).to(torch.float32)
-                largest = float(x_BT.cpu()[valid_BT].max())
-                if not largest < float("inf"):
-                    raise QuantizationError(f"{name}: its calibration input holds {largest}")
-                ranges[name] = max(ranges.get(name, 0.0), largest)
-
-            return hook
-
-        modules = dict(self.model.named_modules())
-        static = [name for name, scheme in self.layers.items() if scheme == "int8_static"]
-        hooks = [modules[name].register_forward_pre_hook(watch(name)) for name in static]
-        try:
-            for _, tokens_BT, mask_BT in self._batches(sequences):
-                valid_BT = mask_BT
-                self._hidden(tokens_BT)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        for site, members in self.sites.items():
+            for name in members:
+                if self.layers[name] != "int8_static":
+                    continue
+                if stats[site].non_finite:
+                    raise QuantizationError(
+                        f"{name}: {stats[site].non_finite} values of its calibration input are "
+                        "NaN or infinite"
+                    )
+                ranges[name] = stats[site].absmax
         return ranges
 
-    def quantize(
-        self, layers: Mapping[str, str], absmax: Mapping[str, float], *, corrupt: bool = False
-    ) -> tuple[dict[str, torch.Tensor], dict[str, str], dict[str, str]]:
-        """(tensors, layers, notes) of an artifact of the loaded version.
-
-        layers: scheme per layer that is wanted. Layers that an engine fuses share their input, so
-        they share one static scale, the largest of theirs. A static layer whose input was never
-        seen or always zero cannot have a scale: its whole group becomes int8_dynamic, with a note.
-        """
-        used, notes, ranges = self._static_ranges(layers, absmax)
-        tensors: dict[str, torch.Tensor] = {}
-        for name, parameter in self.parameters.items():
-            layer, _, leaf = name.rpartition(".")
-            if leaf == "weight" and layer in used:
-                scheme = get_scheme(used[layer])
-                parts = scheme.quantize(parameter, name=layer, absmax=ranges.get(layer))
-                tensors.update({f"{layer}.{part}": tensor for part, tensor in parts.items()})
-            else:
-                if not bool(torch.isfinite(parameter).all()):
-                    raise QuantizationError(f"{name}: holds NaN or infinite values")
-                tensors[name] = parameter.detach().to(torch.bfloat16, copy=True)
-        if corrupt:
-            corrupt_scales(tensors)
-        return tensors, used, notes
-
-    @staticmethod
-    def _static_ranges(
-        layers: Mapping[str, str], absmax: Mapping[str, float]
-    ) -> tuple[dict[str, str], dict[str, str], dict[str, float]]:
-        used, notes, ranges = dict(layers), {}, {}
-        for name, scheme in layers.items():
-            if scheme != "int8_static":
-                continue
-            members = [member for member in group_of(name) if member in layers]
-            largest = max(absmax.get(member, 0.0) for member in members)
-            if largest > 0:
-                ranges[name] = largest
-            else:
-                used[name] = "int8_dynamic"
-                notes[name] = "int8_dynamic instead of int8_static: calibration saw no input"
-        return used, notes, ranges
-
-    def _hidden(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+    def _forward(
+        self, batch: Sequence[Sequence_], observer: ActivationObserver | None = None
+    ) -> torch.Tensor:
+        """Final-normed hidden states hidden_BTH of a padded batch, on the CPU."""
+        tokens_BT, mask_BT = padded(batch)
+        if observer is not None:
+            observer.mask_BT = mask_BT
         device = next(iter(self.parameters.values())).device
         output = self.model.base_model(input_ids=tokens_BT.to(device), use_cache=False)
         return output.last_hidden_state.cpu()
-
-    @staticmethod
-    def _batches(
-        sequences: Sequence[Sequence_],
-    ) -> Iterator[tuple[list[int], torch.Tensor, torch.Tensor]]:
-        """(indices, tokens_BT, mask_BT) in order of length; mask is True on real positions."""
-        order = sorted(range(len(sequences)), key=lambda i: len(sequences[i].token_ids))
-        batch: list[int] = []
-        for position, index in enumerate(order):
-            batch.append(index)
-            last = position + 1 == len(order)
-            longest_next = 0 if last else len(sequences[order[position + 1]].token_ids)
-            if not last and longest_next * (len(batch) + 1) <= BATCH_TOKENS:
-                continue
-            longest = len(sequences[index].token_ids)
-            tokens_BT = torch.zeros(len(batch), longest, dtype=torch.long)
-            mask_BT = torch.zeros(len(batch), longest, dtype=torch.bool)
-            for row, i in enumerate(batch):
-                ids = torch.tensor(sequences[i].token_ids, dtype=torch.long)
-                tokens_BT[row, : len(ids)], mask_BT[row, : len(ids)] = ids, True
-            yield batch, tokens_BT, mask_BT
-            batch = []
-
-
-def corrupt_scales(tensors: dict[str, torch.Tensor]) -> None:
-    """Injected fault: every other weight scale off by a factor, the artifact still well-formed."""
-    scales = [tensor for name, tensor in tensors.items() if name.endswith(".weight_scale")]
-    if not scales:
-        raise ValueError("corrupt_scales needs an int8 layer, the plan has none")
-    for scale_N1 in scales:
-        scale_N1[::2] *= CORRUPTION

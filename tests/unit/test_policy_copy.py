@@ -1,7 +1,5 @@
 """PolicyCopy on tiny random models: loading, reference states, ranges, artifact tensors."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -10,39 +8,20 @@ from forge_ptq.artifact import QuantizedArtifact
 from forge_ptq.numerics.plan import QuantPlan
 from forge_ptq.numerics.schemes import QuantizationError, get_scheme
 from forge_ptq.services import policy_copy
+from forge_ptq.services.policy_batches import batch_indices, make_batches
 from forge_ptq.services.policy_copy import PolicyCopy, build_model
 from forge_ptq.services.sampler import Rollout
+from tests.models import tiny_model
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-}
 ALL_STATIC = QuantPlan.from_config("int8_static")
 
 
-@pytest.fixture(scope="module", params=["qwen3", "llama_tied"])
+@pytest.fixture(scope="module", params=["qwen3", "llama"])
 def checkpoint(request, tmp_path_factory):
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    model: Any
-    if request.param == "qwen3":
-        model = Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=False))
-    else:
-        model = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.uniform_(0.5, 1.5)
+    model = tiny_model(request.param)
     path = tmp_path_factory.mktemp(request.param)
     model.save_pretrained(path)
-    return model.eval(), path
+    return model, path
 
 
 def fresh(checkpoint, plan=None) -> PolicyCopy:
@@ -63,7 +42,7 @@ def rollouts(lengths, seed=0) -> list[Rollout]:
 
 
 def test_reference_states_give_the_models_own_logits(checkpoint, monkeypatch):
-    monkeypatch.setattr(policy_copy, "BATCH_TOKENS", 40)
+    monkeypatch.setattr(policy_copy, "batch_indices", lambda s: batch_indices(s, 40))
     model, _ = checkpoint
     sequences = rollouts([30, 5, 17, 2, 9, 50, 9])
     hidden = fresh(checkpoint).reference(sequences)
@@ -82,8 +61,7 @@ def test_a_response_needs_a_prompt_and_a_token(checkpoint, start):
         fresh(checkpoint).reference([Rollout([1] * 5, start, 0.0, 0, "g")])
 
 
-def test_ranges_equal_brute_force_over_unpadded_sequences(checkpoint, monkeypatch):
-    monkeypatch.setattr(policy_copy, "BATCH_TOKENS", 60)
+def test_ranges_equal_brute_force_over_unpadded_sequences(checkpoint):
     model, _ = checkpoint
     sequences = rollouts([20, 3, 11, 40])
     expected: dict[str, float] = {}
@@ -101,10 +79,16 @@ def test_ranges_equal_brute_force_over_unpadded_sequences(checkpoint, monkeypatc
             model(torch.tensor([sequence.token_ids]))
     for hook in hooks:
         hook.remove()
-    got = fresh(checkpoint, ALL_STATIC).absmax(sequences)
+    copy = fresh(checkpoint, ALL_STATIC)
+    got = copy.absmax(sequences)
     assert sorted(got) == sorted(expected)
-    for name, value in expected.items():
-        assert got[name] == pytest.approx(value, rel=1e-4)
+    seen = copy.observe(make_batches(sequences, 60))
+    assert len(seen) == 2 * 4
+    for site, members in copy.sites.items():
+        assert seen[site].tokens == 20 + 3 + 11 + 40
+        for name in members:
+            assert got[name] == pytest.approx(expected[name], rel=1e-4)
+            assert seen[site].absmax == pytest.approx(expected[name], rel=1e-4)
 
 
 def test_position_zero_counts(checkpoint):
@@ -125,7 +109,7 @@ def test_non_finite_activations_name_the_layer(checkpoint):
     copy = fresh(checkpoint, ALL_STATIC)
     with torch.no_grad():
         copy.parameters["model.embed_tokens.weight"].fill_(float("nan"))
-    with pytest.raises(QuantizationError, match=r"model\.layers\.0\.self_attn\.\w_proj: .*nan"):
+    with pytest.raises(QuantizationError, match=r"model\.layers\.0\.self_attn\.\w_proj: .*NaN"):
         copy.absmax(rollouts([5]))
 
 
@@ -188,6 +172,8 @@ def test_corruption_is_well_formed_but_wrong(checkpoint):
     QuantizedArtifact.build(policy_version=1, model="m", layers=layers, tensors=bad).verify()
     differing = {name for name in good if not torch.equal(good[name], bad[name])}
     assert differing == {f"{layer}.weight_scale" for layer in layers}
+    norm = copy.quantize(copy.layers, {}, names=["model.norm.weight"], corrupt=True)[0]
+    assert torch.equal(norm["model.norm.weight"], good["model.norm.weight"])
     with pytest.raises(ValueError, match="needs an int8 layer"):
         copy.quantize(dict.fromkeys(copy.layers, "bf16"), {}, corrupt=True)
 
