@@ -1,0 +1,103 @@
+"""What collecting calibration statistics costs, as a share of the forward pass it rides on.
+
+Usage: python -m apps.bench.collect --model models/smollm2_135m
+
+Every round runs the same batch three times in turn: without observer, with one, and with one that
+also shifts channels (as in the second pass of a calibration with smoothing). The batch has full
+rows in one half of the rounds and right padding in the other. Shares compare medians of a round's
+neighbours, so that a machine whose speed drifts does not favour either.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from apps.bench.options import summary, write
+from forge_ptq.numerics.observer import ActivationObserver
+from forge_ptq.numerics.plan import never_quantized, sites_of
+
+
+def batch(sequences: int, tokens: int, vocabulary: int, padded: bool) -> tuple[Any, Any]:
+    """(tokens_BT, mask_BT); padded rows have between half and all of the positions."""
+    generator = torch.Generator().manual_seed(0)
+    tokens_BT = torch.randint(0, vocabulary, (sequences, tokens), generator=generator)
+    lengths_B = torch.full((sequences,), tokens)
+    if padded:
+        lengths_B = torch.linspace(tokens // 2, tokens, sequences).long()
+    return tokens_BT, torch.arange(tokens) < lengths_B[:, None]
+
+
+def measure(model: Any, tokens_BT: Any, mask_BT: Any, rounds: int) -> dict[str, Any]:
+    """Seconds of a forward pass in the three variants, and the shares they add."""
+    linears = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+    sites = sites_of(name for name in linears if not never_quantized(name))
+    widths = {site: model.get_submodule(site).in_features for site in sites}
+    shift = {site: (torch.arange(width) % 7 - 3).to(torch.int8) for site, width in widths.items()}
+    seconds: dict[str, list[float]] = {"plain": [], "observed": [], "observed_shifted": []}
+
+    def forward(kind: str) -> None:
+        start = time.perf_counter()
+        model.base_model(input_ids=tokens_BT, use_cache=False)
+        seconds[kind].append(time.perf_counter() - start)
+
+    for _ in range(rounds):
+        forward("plain")
+        for kind, factors in ("observed", None), ("observed_shifted", shift):
+            with ActivationObserver(model, sites, shift=factors) as observer:
+                observer.mask_BT = mask_BT
+                forward(kind)
+                observer.take()
+    shares = {
+        kind: summary([s / p - 1 for s, p in zip(seconds[kind], seconds["plain"], strict=True)])
+        for kind in seconds
+        if kind != "plain"
+    }
+    elements = sum(widths.values()) * int(mask_BT.sum())
+    return {
+        "seconds": {kind: summary(values) for kind, values in seconds.items()},
+        "share": shares,
+        "nanoseconds_per_element": {
+            kind: 1e9 * (statistics.median(values) - statistics.median(seconds["plain"])) / elements
+            for kind, values in seconds.items()
+            if kind != "plain"
+        },
+        "sites": len(sites),
+        "elements": elements,
+    }
+
+
+@torch.no_grad()
+def main() -> None:
+    """Measure, print, write JSON."""
+    cli = argparse.ArgumentParser(description=__doc__)
+    cli.add_argument("--model", required=True, help="local HF checkpoint")
+    cli.add_argument("--sequences", type=int, default=16)
+    cli.add_argument("--tokens", type=int, default=200, help="positions per sequence")
+    cli.add_argument("--rounds", type=int, default=5)
+    cli.add_argument("--threads", type=int, default=1)
+    cli.add_argument("--dtype", default="float32")
+    cli.add_argument("--out", type=Path, default=Path("docs/results/collect.json"))
+    options = cli.parse_args()
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(options.threads)
+    dtype = getattr(torch, options.dtype)
+    model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).eval()
+    results: dict[str, Any] = {}
+    for name, padded in ("full", False), ("padded", True):
+        data = batch(options.sequences, options.tokens, model.config.vocab_size, padded)
+        if not results:
+            model.base_model(input_ids=data[0], use_cache=False)  # warm up
+        results[name] = measure(model, *data, options.rounds)
+    write(options, results)
+
+
+if __name__ == "__main__":
+    main()
