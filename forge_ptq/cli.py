@@ -38,8 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check_config(arguments: argparse.Namespace) -> int:
+    from forge_ptq.config.assets import check_assets
+
     try:
         config = load_config(arguments.config, arguments.overrides)
+        if problems := check_assets(config):
+            raise ConfigError(problems, arguments.config)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

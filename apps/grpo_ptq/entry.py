@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import IO, Any
 
 from forge_ptq.config import ConfigError, RunConfig, load_config, save_config, to_plain, to_yaml
+from forge_ptq.config.assets import check_assets
 from forge_ptq.observe.console import ConsoleView, print_summary
 from forge_ptq.observe.report import RunReport
 from forge_ptq.observe.run_dir import RunDir, create_run_dir
@@ -43,6 +44,8 @@ def run_app(main: Main, usage: str, argv: list[str] | None = None) -> int:
     try:
         cfg = load_config(arguments.config, arguments.overrides)
         require_model(cfg.model)
+        if problems := check_assets(cfg):
+            raise ConfigError(problems, arguments.config)
         run_dir = create_run_dir(cfg.output_dir, cfg.run_name, arguments.config)
         lock = claim(run_dir)
         # Without its name, so that running the saved file again makes a new run.

@@ -27,6 +27,49 @@ def test_check_config_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> 
     assert not printed.out
 
 
+def test_check_config_looks_for_what_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    names = [f"model.layers.0.self_attn.{leaf}_proj" for leaf in "qkvo"]
+    tensors = {f"{name}.weight": torch.zeros(2, 2) for name in [*names, "lm_head"]}
+    save_file({**tensors, "model.norm.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    here = [TINY, f"model={tmp_path}", "ptq.plan.overrides={'*.o_proj': bf16}"]
+    assert cli.main(["check-config", *here]) == 0
+    wrong = ["dataset.task=chain_sums", "ptq.plan.overrides={'*.down_proj': bf16}"]
+    assert cli.main(["check-config", *here, *wrong]) == 2
+    printed = capsys.readouterr().err
+    assert (
+        "dataset.task: reasoning-gym has no task 'chain_sums'; did you mean chain_sum?" in printed
+    )
+    assert "ptq.plan.overrides: plan.overrides['*.down_proj'] matches none of" in printed
+    assert cli.main(["check-config", *here, "ptq.plan.overrides={'*.q_proj': bf16}"]) == 2
+    assert "must share one scheme" in capsys.readouterr().err
+    # Nothing is known of a checkpoint that is not here, or comes in pieces of which none is.
+    assert cli.main(["check-config", TINY, "model=absent/model"]) == 0
+
+
+def test_a_checkpoint_in_pieces_is_read_whole(tmp_path: Path) -> None:
+    import json
+
+    import torch
+    from safetensors.torch import save_file
+
+    from forge_ptq.config.assets import linear_names
+
+    where = {}
+    for index, layer in enumerate(("a", "b", "c")):
+        file = f"part-{index}.safetensors"
+        save_file(
+            {f"{layer}.weight": torch.zeros(2, 3), f"{layer}.bias": torch.zeros(2)}, tmp_path / file
+        )
+        where |= {f"{layer}.weight": file, f"{layer}.bias": file}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    assert linear_names(tmp_path) == ["a", "b", "c"]
+
+
 def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["config-table"]) == 0
     assert "`ptq.guard.max_perplexity_rise`" in capsys.readouterr().out
