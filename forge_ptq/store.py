@@ -1,14 +1,12 @@
-"""The only module that knows TorchStore: keys, completeness, packing, retention, deadlines.
+"""Policy versions in TorchStore, and the door to everything else that is kept there.
 
-Keys (TorchStore splits them at dots):
+Only the modules store*.py know TorchStore. Keys (TorchStore splits them at dots):
 
 - ``policy_ver_{v:010d}.{hf name}``: one tensor of policy version v, a plain tensor or the shards of
   a DTensor; ``policy_ver_{v:010d}.__complete__.{rank}``: put by each writing rank after its
   last tensor. A version exists for readers once every rank's marker is there.
-- ``ptq_artifact.{id}.chunk_{i:05d}``: an artifact's tensors packed into flat uint8 chunks of at
-  most CHUNK_BYTES (a small key costs as much as a megabyte); ``ptq_artifact.{id}.manifest``: its
-  manifest and the index into the chunks, put last.
-- ``ptq_committed``: the artifact that generators serve, put last of all.
+- ``ptq_artifact.{id}``, ``ptq_committed``: artifacts and the one that serves (store_artifacts).
+- ``ptq_stats``, ``ptq_merged``, ``ptq_calibration``: what calibrations measure (store_stats).
 
 Readers therefore never see a torn version: they see all of it or StoreError. Versions and
 artifacts are written once, under fresh keys; overwriting a key of a DTensor would mix versions.
@@ -19,7 +17,6 @@ may overwrite its tensors from then on.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 from collections.abc import Mapping
@@ -29,28 +26,35 @@ from typing import Any
 import torch
 
 from forge_ptq import store_io as io
-from forge_ptq.artifact import (
-    ArtifactError,
-    ArtifactRef,
-    Manifest,
-    QuantizedArtifact,
-    verify_names,
+from forge_ptq.store_artifacts import (
+    ArtifactPart,
+    artifact_ids,
+    drop_artifact,
+    finish_artifact,
+    get_artifact,
+    get_committed,
+    get_manifest,
+    put_artifact,
+    put_artifact_part,
+    set_committed,
 )
 from forge_ptq.store_io import StoreError, StoreNotRunning
-from forge_ptq.store_packing import Index, pack, unpack
 
 __all__ = [
+    "ArtifactPart",
     "StoreError",
     "StoreNotRunning",
     "artifact_ids",
     "drop_artifact",
     "drop_weights",
+    "finish_artifact",
     "get_artifact",
     "get_committed",
     "get_manifest",
     "get_weights",
     "initialize",
     "put_artifact",
+    "put_artifact_part",
     "put_weights",
     "set_committed",
     "shutdown",
@@ -60,11 +64,7 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-CHUNK_BYTES = 256 * 2**20
-
 _MARKER = "__complete__"
-_COMMITTED = "ptq_committed"
-_ARTIFACT = "ptq_artifact"
 _mesh: Any = None
 
 
@@ -192,83 +192,3 @@ async def weight_versions() -> list[int]:
 async def drop_weights(version: int) -> int:
     """Delete a policy version, complete or not; returns how many keys it had."""
     return await io.purge(await io.keys(weight_prefix(version)))
-
-
-async def put_artifact(artifact: QuantizedArtifact) -> ArtifactRef:
-    """Store an artifact; it exists for readers once this returns."""
-    manifest = artifact.manifest
-    prefix = f"{_ARTIFACT}.{manifest.artifact_id}"
-    if "." in manifest.artifact_id:
-        raise ValueError(f"artifact_id must not contain dots: {manifest.artifact_id!r}")
-    if await io.exists(f"{prefix}.manifest"):
-        raise StoreError(f"put {prefix}: an artifact with this id exists")
-    index: Index = {}
-    count = 0
-    for chunk in pack(artifact.tensors, CHUNK_BYTES, index):
-        await io.put(f"{prefix}.chunk_{count:05d}", chunk, chunk.numel())
-        count += 1
-    record = {"manifest": manifest.to_json(), "index": index, "chunks": count}
-    await io.put(f"{prefix}.manifest", json.dumps(record))
-    return manifest.ref
-
-
-async def _artifact_record(ref: ArtifactRef) -> tuple[Manifest, dict[str, Any]]:
-    key = f"{_ARTIFACT}.{ref.artifact_id}.manifest"
-    if not await io.exists(key):
-        raise StoreError(f"get {key}: no such artifact, not complete or dropped")
-    record = json.loads(await io.get(key))
-    manifest = Manifest.from_json(record["manifest"])
-    if manifest.ref != ref:
-        raise ArtifactError(f"{key} is the manifest of {manifest.ref}, expected {ref}")
-    return manifest, record
-
-
-async def get_manifest(ref: ArtifactRef) -> Manifest:
-    """The manifest alone, a few kilobytes."""
-    return (await _artifact_record(ref))[0]
-
-
-async def get_artifact(ref: ArtifactRef) -> QuantizedArtifact:
-    """Load and verify an artifact.
-
-    Raises StoreError if it is not there, ArtifactError naming the tensor if it is damaged.
-    """
-    manifest, record = await _artifact_record(ref)
-    index = record["index"]
-    verify_names(manifest, index)
-    chunks = []
-    for number in range(record["chunks"]):
-        key = f"{_ARTIFACT}.{ref.artifact_id}.chunk_{number:05d}"
-        chunks.append(await io.get(key, CHUNK_BYTES))
-
-    def assemble() -> QuantizedArtifact:
-        artifact = QuantizedArtifact(manifest, unpack(chunks, index, manifest.tensors))
-        artifact.verify()
-        return artifact
-
-    return await asyncio.to_thread(assemble)
-
-
-async def artifact_ids() -> list[str]:
-    """Ids of all stored artifacts, of incomplete ones too, sorted."""
-    return sorted({key.split(".")[1] for key in await io.keys(_ARTIFACT)})
-
-
-async def drop_artifact(artifact: ArtifactRef | str) -> int:
-    """Delete an artifact (by reference or id), complete or not; returns how many keys it had."""
-    artifact_id = artifact if isinstance(artifact, str) else artifact.artifact_id
-    return await io.purge(await io.keys(f"{_ARTIFACT}.{artifact_id}"))
-
-
-async def set_committed(ref: ArtifactRef | None) -> None:
-    """Make ref the artifact that a restarting generator serves; None: none is."""
-    value = None if ref is None else [ref.artifact_id, ref.policy_version]
-    await io.put(_COMMITTED, json.dumps(value))
-
-
-async def get_committed() -> ArtifactRef | None:
-    """The artifact last given to ``set_committed``; None if none has been."""
-    if not await io.exists(_COMMITTED):
-        return None
-    value = json.loads(await io.get(_COMMITTED))
-    return None if value is None else ArtifactRef(str(value[0]), int(value[1]))

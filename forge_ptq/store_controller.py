@@ -6,6 +6,9 @@ this module must be importable in workers and must not depend on how the client 
 
 ``purge`` is new: TorchStore can neither read nor delete a DTensor key of which a rank is missing,
 and takes three calls for every key that it does delete.
+
+A volume answers a request for a slice with a view of what it holds, and pickling a view sends all
+of its storage. Our volume sends the slice's own bytes.
 """
 
 from __future__ import annotations
@@ -18,10 +21,14 @@ from collections.abc import Callable
 from typing import Any
 
 import monarch.rdma
+import torch
 import torchstore.api
 import torchstore.controller
 from monarch.actor import current_rank, endpoint
+from torchstore.storage_volume import StorageVolume
 from torchstore.strategy import TorchStoreStrategy
+
+from forge_ptq.store_tensors import compact
 
 
 def _async_twin(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -87,7 +94,21 @@ class SpreadStrategy(TorchStoreStrategy):
         return self.get_storage_volume(volume_id), volume_id
 
 
+class StoreVolume(StorageVolume):
+    """torchstore's volume; slices travel without the tensor around them."""
+
+    @endpoint
+    async def get(self, key: str, transport_buffer: Any, request: Any) -> Any:
+        """What is stored, or the slice of it that the request names."""
+        answer = await self.store.get(key, transport_buffer, request)
+        tensor = getattr(answer, "tensor", None)
+        if isinstance(tensor, torch.Tensor):
+            answer.tensor = compact(tensor)
+        return answer
+
+
 torchstore.api.Controller = StoreController
+torchstore.api.StorageVolume = StoreVolume
 
 # TorchStore asks before every transfer, through a function that Monarch has deprecated. The answer
 # does not change: without RDMA over InfiniBand tensors travel in Monarch's messages.

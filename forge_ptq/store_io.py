@@ -7,6 +7,7 @@ bytes take at SLOWEST_BYTES_PER_S. Whatever goes wrong, a silent store included,
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -127,11 +128,65 @@ async def put_tensor(key: str, tensor: torch.Tensor, rank: int) -> None:
 
 async def _put_shard(key: str, tensor: Any) -> None:
     """What torchstore's client does to put a DTensor, with the shard brought to the CPU first."""
-    from torchstore.transport.pipe import Pipe, Request
+    from torchstore.transport.pipe import Request
+
+    request = Request.from_dtensor(tensor)
+    request.tensor_val = compact(tensor.to_local())
+    await _put_request(key, request)
+
+
+async def _put_request(key: str, request: Any) -> None:
+    from torchstore.transport.pipe import Pipe
 
     client = await ts().client()
     volume, volume_id = client.strategy.select_storage_volume()
-    request = Request.from_dtensor(tensor)
-    request.tensor_val = compact(tensor.to_local())
     await Pipe(volume).put_to_storage_volume(key, request)
     await client._controller.notify_put.call(key, request.meta_only(), volume_id)
+
+
+async def put_slice(
+    key: str,
+    local: torch.Tensor,
+    *,
+    offsets: Sequence[int],
+    shape: Sequence[int],
+    rank: int,
+    ranks: int,
+) -> None:
+    """Put one rank's slice of a distributed tensor, without a process group.
+
+    local lies at offsets of the whole of this shape; it may be empty. The key can be read once all
+    ranks have put theirs, in whatever slices the reader likes. Unlike with a DTensor the slices
+    need not be equal.
+    """
+    from torchstore.transport.pipe import Request, TensorSlice
+
+    part = TensorSlice(tuple(offsets), (rank,), tuple(shape), tuple(local.shape), (ranks,))
+    request = Request(tensor_val=compact(local), tensor_slice=part)
+    nbytes = local.numel() * local.element_size()
+    await within(f"put {key}", _put_request(key, request), nbytes)
+
+
+async def get_slice(
+    key: str,
+    *,
+    offsets: Sequence[int],
+    local_shape: Sequence[int],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Any slice of a tensor that was put with ``put_slice``; only its bytes travel."""
+    from torchstore.transport.pipe import TensorSlice
+
+    numel = math.prod(local_shape)
+    if numel == 0:
+        return torch.empty(tuple(local_shape), dtype=dtype)
+    part = TensorSlice(tuple(offsets), (), tuple(shape), tuple(local_shape), ())
+    found = ts().get(key, tensor_slice_spec=part)
+    tensor = await within(f"get {key}", found, numel * dtype.itemsize)
+    if tuple(tensor.shape) != tuple(local_shape) or tensor.dtype != dtype:
+        raise StoreError(
+            f"get {key}: expected {dtype} {list(local_shape)} of {list(shape)}, got "
+            f"{tensor.dtype} {list(tensor.shape)}"
+        )
+    return tensor

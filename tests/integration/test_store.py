@@ -7,7 +7,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from forge_ptq import runtime, store
+from forge_ptq import runtime, store, store_artifacts
 from forge_ptq.artifact import ArtifactError, ArtifactRef, QuantizedArtifact
 from forge_ptq.numerics.schemes import get_scheme
 from forge_ptq.store import StoreError
@@ -141,7 +141,7 @@ def make_artifact(version: int, rows: int = 6) -> QuantizedArtifact:
 
 
 async def test_artifact_round_trip_in_several_chunks(monkeypatch):
-    monkeypatch.setattr(store, "CHUNK_BYTES", 200)
+    monkeypatch.setattr(store_artifacts, "CHUNK_BYTES", 200)
     artifact = make_artifact(5, rows=64)
     ref = await store.put_artifact(artifact)
     got = await store.get_artifact(ref)
@@ -154,12 +154,37 @@ async def test_artifact_round_trip_in_several_chunks(monkeypatch):
         await store.get_artifact(ref)
 
 
+async def test_artifact_of_parts_from_several_writers(monkeypatch):
+    monkeypatch.setattr(store_artifacts, "CHUNK_BYTES", 200)
+    artifact = make_artifact(8, rows=32)
+    manifest, names = artifact.manifest, list(artifact.tensors)
+    shares = {"p1-a0": names[1:], "p0-a1": names[:1]}
+    put, parts = store.put_artifact_part, []
+    for name, held in shares.items():
+        tensors = {tensor: artifact.tensors[tensor] for tensor in held}
+        parts.append(await put(manifest.artifact_id, name, tensors))
+    await put(manifest.artifact_id, "p0-a0", {"torn": torch.ones(3)})  # nobody names it
+    with pytest.raises(StoreError, match="no such artifact"):
+        await store.get_manifest(manifest.ref)
+    with pytest.raises(ArtifactError, match="missing"):
+        await store.finish_artifact(manifest, parts[:1])
+    with pytest.raises(ArtifactError, match="more than one part"):
+        await store.finish_artifact(manifest, [*parts, parts[0]])
+    ref = await store.finish_artifact(manifest, parts)
+    got = await store.get_artifact(ref)
+    assert equal_states(got.tensors, artifact.tensors)
+    with pytest.raises(StoreError, match="exists"):
+        await store.finish_artifact(manifest, parts)
+    await store.drop_artifact(ref)
+    assert ref.artifact_id not in await store.artifact_ids()
+
+
 async def test_a_damaged_chunk_is_refused_by_tensor_name():
     from forge_ptq import store_io
 
     artifact = make_artifact(6)
     ref = await store.put_artifact(artifact)
-    key = f"ptq_artifact.{ref.artifact_id}.chunk_00000"
+    key = f"ptq_artifact.{ref.artifact_id}.part_all.chunk_00000"
     chunk = await store_io.get(key)
     chunk[3] ^= 1
     await store_io.put(key, chunk)
