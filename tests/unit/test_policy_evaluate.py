@@ -40,9 +40,14 @@ def policy(request):
             if parameter.dim() == 2:
                 parameter *= 8 if parameter.shape[0] == 64 else 3
         for layer in model.model.layers:
-            layer.input_layernorm.weight[3] *= 40
-            layer.post_attention_layernorm.weight[5] *= 30
-            layer.self_attn.v_proj.weight[4] *= 20
+            for norm, members in (
+                (layer.input_layernorm, ("q_proj", "k_proj", "v_proj")),
+                (layer.post_attention_layernorm, ("gate_proj", "up_proj")),
+            ):
+                norm.weight[3] *= 40
+                block = layer.self_attn if "q_proj" in members else layer.mlp
+                for member in members:
+                    getattr(block, member).weight[:, 3] /= 40
     copied.version = 1
     return copied
 
