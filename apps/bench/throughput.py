@@ -14,9 +14,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from apps.bench.checkpoints import quantize_checkpoint, write_compressed_tensors
+from apps.bench.checkpoints import quantize_checkpoint
 from apps.bench.options import parser, summary, worker_arguments, write
 from apps.bench.worker import Worker
+from forge_ptq.compressed import save_compressed
 
 KINDS = ("slots", "bf16", "compressed")
 
@@ -31,7 +32,8 @@ def main() -> None:
         artifact = quantize_checkpoint(
             Path(options.model), **arguments["plan"], absmax=options.absmax
         )
-        write_compressed_tensors(artifact, Path(options.model), compressed)
+        compressed.mkdir()
+        save_compressed(artifact, options.model, compressed)
         try:
             for kind in KINDS:
                 engine_args = dict(arguments["engine_args"])
