@@ -14,6 +14,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchao.quantization import FqnToConfig
 
 FUSED_GROUPS: tuple[tuple[str, ...], ...] = (
     ("q_proj", "k_proj", "v_proj"),
@@ -105,6 +109,19 @@ class QuantPlan:
     def override_all(self, scheme: str) -> QuantPlan:
         """The plan in which every layer has one scheme."""
         return QuantPlan(_check_scheme(scheme, "scheme_override"), {})
+
+    @staticmethod
+    def to_fqn_config(
+        layers: Mapping[str, str],
+        absmax: Mapping[str, float] | None = None,
+        *,
+        stock: bool = False,
+        input_dims: int = 3,
+    ) -> FqnToConfig:
+        """A resolved plan for ``torchao.quantize_``; see ``numerics.torchao_plan``."""
+        from forge_ptq.numerics.torchao_plan import fqn_config
+
+        return fqn_config(layers, absmax, stock=stock, input_dims=input_dims)
 
     def _scheme_for(self, name: str) -> str:
         chosen = self.default
