@@ -1,24 +1,32 @@
-"""Quantizer: the actor that turns pushed bf16 weights into artifacts.
+"""Quantizer: a replica that holds a full-precision copy of the policy and works in rounds.
 
-    quantizer = await Quantizer.options(...).as_service(model_path=..., plan={...})
-    await quantizer.load.route(version)                  # W_v from the store
-    await quantizer.calibrate.route(version, rollouts)   # only if the plan has static layers
-    ref = await quantizer.quantize.route(version)        # artifact in the store
-    hidden = await quantizer.reference.route(version, rollouts)
+    service = await Quantizer.options(num_replicas=4, procs=1).as_service(model_path=..., plan=...)
+    await service.work.fanout(coordinator, round_id, heartbeat_s, patience_s)
 
-Every endpoint may be called again with the same arguments, also after a respawn, when the copy of
-the policy and the calibration are gone: ``status`` says what is there. Calls are carried out one
-at a time, in order, and all tensor work runs in a worker thread, so ``status`` always answers.
-(The endpoints are concurrent because Monarch handles no other message while a plain one runs.)
+``work`` pulls items from the Coordinator until the round is over (see work.py for the kinds) and
+loads the weights they ask for. A second call for the same round returns at once, so that whoever
+runs the round may call again when a replica has come back. With procs > 1 a replica is a
+tensor-parallel group: rank 0 pulls and tells the others, and all of them carry the item out.
 
-The worker's threads: environment variable OMP_NUM_THREADS, else all cores that this process may
-use but one.
+While an item is in work, beats carry its progress. A replica that has been told to drop its item
+and does not within patience_s ends its own process: something in it hangs, and the runtime brings
+a fresh one. So does a rank of a group of which an item raised, since the others may be waiting for
+it in a collective that will never come.
+
+Endpoints are concurrent because Monarch handles no other message while a plain one runs; calls
+are carried out one at a time, in order, and tensor work runs in a worker thread, so ``status``
+always answers. The worker's threads: environment variable OMP_NUM_THREADS, else all cores that
+this process may use but one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import socket
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,9 +38,22 @@ from forge_ptq import store
 from forge_ptq.artifact import ArtifactRef, QuantizedArtifact
 from forge_ptq.numerics.plan import QuantPlan
 from forge_ptq.runtime import ForgeActor, concurrent_endpoint, endpoint
+from forge_ptq.services.coordinator import Member
 from forge_ptq.services.policy_copy import PolicyCopy, Sequence_, build_model
+from forge_ptq.services.ranks import Ranks
+from forge_ptq.services.round import WAIT, Assignment
+from forge_ptq.services.workbench import DroppedError, Progress, Workbench
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+CALL_TIMEOUT_S = 30.0
+"""For one call to the coordinator, which does nothing but answer."""
+
+ROUNDS_REMEMBERED = 64
+HUNG = 70
+"""Exit status of a process that gives itself up."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +93,9 @@ class Quantizer(ForgeActor):
         self.plan = QuantPlan.from_config(**(plan or {"default": "int8_dynamic"}))
         self.ranges: dict[str, float] = {}
         self._policy: PolicyCopy | None = None
+        self._bench: Workbench | None = None
+        self._member = Member("", "", ())
+        self._rounds: deque[str] = deque(maxlen=ROUNDS_REMEMBERED)
         self._turn = asyncio.Lock()
         self._worker = ThreadPoolExecutor(
             1, "quantizer", initializer=torch.set_num_threads, initargs=(worker_threads(),)
@@ -81,16 +105,107 @@ class Quantizer(ForgeActor):
     async def setup(self) -> None:
         """Build the module tree; raises for a checkpoint or a plan that does not work."""
 
-        def build() -> PolicyCopy:
-            return PolicyCopy(build_model(self.model_path, self.dtype), self.plan)
+        ranks = Ranks(self._rank, self._size)
 
-        self._policy = await self._run(build)
+        def build() -> tuple[PolicyCopy, list[tuple[str, int]]]:
+            ranks.connect()
+            policy = PolicyCopy(build_model(self.model_path, self.dtype), self.plan)
+            return policy, ranks.gather((socket.gethostname(), os.getpid()))
+
+        policy, processes = await self._run(build)
+        host, pid = processes[0]
+        self._member = Member(f"{host}:{pid}", host, tuple(pid for _, pid in processes))
+        self._policy = policy
+        self._bench = Workbench(policy, ranks, self._member.id, self._run)
 
     @concurrent_endpoint
     async def status(self) -> QuantizerStatus:
         """Version, calibration and plan; answers while other endpoints work."""
         policy = self._ready()
         return QuantizerStatus(policy.version, self._needs_calibration(), dict(policy.layers))
+
+    @concurrent_endpoint
+    async def work(
+        self, coordinator: Any, round_id: str, heartbeat_s: float, patience_s: float
+    ) -> int:
+        """Take part in a round until it is over; returns the items that this replica did.
+
+        0 at once if it takes part, or did, already. What goes wrong with an item is told to the
+        coordinator; this raises only if the coordinator cannot be reached.
+        """
+        if round_id in self._rounds:
+            return 0
+        self._rounds.append(round_id)
+        async with self._turn:
+            bench = self._workbench()
+            if bench.ranks.rank > 0:
+                return await self._follow(bench)
+            try:
+                return await self._lead(coordinator, round_id, heartbeat_s, patience_s)
+            finally:
+                await self._run(lambda: bench.ranks.broadcast(None))
+
+    async def _lead(
+        self, coordinator: Any, round_id: str, heartbeat_s: float, patience_s: float
+    ) -> int:
+        """Rank 0: claim, tell the others, do it, report."""
+        done, bench, me = 0, self._workbench(), self._member
+        while (claim := await _call(coordinator.claim, round_id, me)) is not None:
+            if claim is WAIT:
+                continue
+            await self._run(lambda claim=claim: bench.ranks.broadcast(claim))  # type: ignore[misc]
+            item, progress = claim.item, Progress(bench.ranks)
+            beats = asyncio.create_task(
+                self._beat(coordinator, round_id, progress, heartbeat_s / 3, patience_s)
+            )
+            try:
+                result = await bench.carry_out(item.work, claim.attempt, progress)
+                done += await _call(coordinator.finish, round_id, me.id, item.id, result)
+            except DroppedError:
+                log.info("%s of round %s: dropped, it is not needed any more", item.id, round_id)
+            except Exception as error:
+                log.exception("%s of round %s failed", item.id, round_id)
+                await _call(coordinator.fail, round_id, me.id, item.id, _describe(error))
+                if bench.ranks.size > 1:
+                    _give_up("an item raised on one rank of several")
+            finally:
+                beats.cancel()
+        return done
+
+    async def _follow(self, bench: Workbench) -> int:
+        """Other ranks: do what rank 0 does."""
+        done = 0
+        while True:
+            claim: Assignment | None = await self._run(bench.ranks.broadcast)
+            if claim is None:
+                return done
+            try:
+                await bench.carry_out(claim.item.work, claim.attempt, Progress(bench.ranks))
+                done += 1
+            except DroppedError:
+                continue
+            except Exception:
+                log.exception("%s failed on rank %d", claim.item.id, bench.ranks.rank)
+                _give_up("an item raised on one rank of several")
+
+    async def _beat(
+        self, coordinator: Any, round_id: str, progress: Progress, every_s: float, patience_s: float
+    ) -> None:
+        """Tell the coordinator that this replica lives, until cancelled."""
+        told = None
+        while True:
+            await asyncio.sleep(every_s)
+            try:
+                go_on = await _call(coordinator.beat, round_id, self._member.id, progress.done)
+            except (TimeoutError, RuntimeError) as error:
+                log.warning("round %s: no beat: %s", round_id, error)
+                continue
+            if go_on:
+                continue
+            progress.dropped.set()
+            told = told or time.monotonic()
+            if time.monotonic() - told > patience_s:
+                _give_up(f"its item was to be dropped {patience_s:g} s ago: something hangs")
 
     @concurrent_endpoint
     async def load(self, version: int) -> QuantizerStatus:
@@ -163,6 +278,11 @@ class Quantizer(ForgeActor):
 
             return await store.put_artifact(await self._run(build))
 
+    def _workbench(self) -> Workbench:
+        if self._bench is None:
+            raise RuntimeError("the Quantizer is not set up yet")
+        return self._bench
+
     def _ready(self) -> PolicyCopy:
         if self._policy is None:
             raise RuntimeError("the Quantizer is not set up yet")
@@ -179,3 +299,23 @@ class Quantizer(ForgeActor):
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._worker, work)
+
+
+async def _call(bound: Any, *args: Any) -> Any:
+    """One call to the coordinator, with a deadline."""
+    async with asyncio.timeout(CALL_TIMEOUT_S):
+        return await bound.call_one(*args)
+
+
+def _describe(error: Exception) -> str:
+    """The same words for the same error on every replica."""
+    lines = [line for line in str(error).strip().splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _give_up(why: str) -> None:
+    """End this process; the runtime brings a fresh one."""
+    log.critical("this process ends itself: %s", why)
+    for handler in logging.getLogger().handlers:
+        handler.flush()
+    os._exit(HUNG)

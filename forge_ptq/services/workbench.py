@@ -1,0 +1,270 @@
+"""Workbench: a replica's policy and tools, and how each kind of work is carried out with them.
+
+Coroutines here run in the actor's event loop; everything that touches tensors goes to its worker
+thread (``Workbench.run``), so that the actor goes on beating. On a tensor-parallel replica every
+rank carries the same work out at the same time, in the same order of collectives.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from forge_ptq import store, store_stats
+from forge_ptq.manifest import describe_tensor
+from forge_ptq.numerics.calibration import Calibration
+from forge_ptq.numerics.observer import ActivationObserver
+from forge_ptq.numerics.stats import ActivationStats
+from forge_ptq.numerics.stats_table import Layout, channel_slice, pack, unpack
+from forge_ptq.services.policy_copy import PolicyCopy
+from forge_ptq.services.ranks import Ranks
+from forge_ptq.services.work import (
+    Done,
+    Observe,
+    PartDone,
+    Plan,
+    PlanDone,
+    Quantize,
+    Reference,
+    ReferenceDone,
+    ShareDone,
+    Smooth,
+    SmoothDone,
+    Work,
+)
+from forge_ptq.store_stats import Mark, ShareKey
+
+T = TypeVar("T")
+Stats = dict[str, ActivationStats]
+
+
+class Run(Protocol):
+    """Runs a function in the worker thread."""
+
+    def __call__(self, work: Callable[[], T]) -> Awaitable[T]: ...
+
+
+class DroppedError(Exception):
+    """Nobody needs the item any more: another replica was faster, or the round is over."""
+
+
+@dataclass
+class Progress:
+    """How far an item has come; beats report it."""
+
+    ranks: Ranks
+    done: int = 0
+    dropped: threading.Event = field(default_factory=threading.Event)
+
+    def step(self, done: int) -> None:
+        """Called in the worker thread after each batch. Raises DroppedError on all ranks alike."""
+        self.done = done
+        if self.ranks.broadcast(self.dropped.is_set()):
+            raise DroppedError
+
+
+class Workbench:
+    """What one process of a replica works with. name: the replica's id."""
+
+    def __init__(self, policy: PolicyCopy, ranks: Ranks, name: str, run: Run) -> None:
+        self.policy = policy
+        self.ranks = ranks
+        self.name = name
+        self.run = run
+        self._calibration: Calibration | None = None
+
+    @property
+    def layout(self) -> Layout:
+        """All sites with their widths, the same on every rank of every replica."""
+        shapes = self.policy.shapes
+        return Layout(tuple((site, shapes[f"{site}.weight"][1]) for site in self.policy.sites))
+
+    async def load(self, version: int) -> None:
+        """Pull a policy version from the store unless it is there."""
+        if self.policy.version != version:
+            weights = await store.get_weights(version)
+            await self.run(lambda: self.policy.load(version, weights))
+
+    async def carry_out(self, work: Work, attempt: int, progress: Progress) -> Done:
+        """Do one item. Raises what goes wrong, or DroppedError."""
+        await self.load(work.version)
+        match work:
+            case Observe():
+                return await self._observe(work, attempt, progress)
+            case Smooth():
+                return await self._smooth(work)
+            case Plan():
+                return await self._plan(work, progress)
+            case Quantize():
+                return await self._quantize(work, attempt)
+            case Reference():
+                return await self._reference(work)
+
+    # calibration
+
+    async def _observe(self, work: Observe, attempt: int, progress: Progress) -> ShareDone:
+        layout = self.layout
+        found = await self._checkpoint(work, layout)
+        total: Stats = {}
+        done = 0
+        if found is not None:
+            key, mark = found
+            if key.batches == len(work.batches):
+                return ShareDone(key, mark.tokens, key.batches)
+            total, done = await self._resume(key, mark), key.batches
+        resumed = done
+        while True:
+            chunk = work.batches[done : done + work.checkpoint_every]
+            before = done
+
+            def measure(chunk: Sequence[Any] = chunk, before: int = before) -> Stats:
+                return self.policy.observe(
+                    chunk, work.shift, lambda number, _: progress.step(before + number)
+                )
+
+            fresh = await self.run(measure)
+            total = {site: total[site].merge(fresh[site]) for site in fresh} if total else fresh
+            done += len(chunk)
+            key = ShareKey(work.round, work.pass_, work.share, done, attempt)
+            await self._put(key, layout, total)
+            if done >= len(work.batches):
+                break
+            if self.ranks.rank == 0:
+                await store_stats.drop_checkpoints(
+                    work.round, work.pass_, work.share, attempt, work.keep
+                )
+        # Only when every rank's slices and marks are in place is the share done.
+        await self.run(lambda: self.ranks.gather(True))
+        return ShareDone(key, _tokens(total), resumed)
+
+    async def _checkpoint(self, work: Observe, layout: Layout) -> tuple[ShareKey, Mark] | None:
+        """The furthest checkpoint of the share that fits this model."""
+        found = None
+        if self.ranks.rank == 0:
+            found = await store_stats.find_checkpoint(work.round, work.pass_, work.share)
+        found = await self.run(lambda: self.ranks.broadcast(found))
+        return found if found is not None and found[1].layout == layout else None
+
+    async def _resume(self, key: ShareKey, mark: Mark) -> Stats:
+        """This rank's part of a checkpoint."""
+        whole = unpack(await store_stats.get_stats(key, mark), mark.layout)
+        rank, size = self.ranks.rank, self.ranks.size
+        return {site: _part(stats, rank, size) for site, stats in whole.items()}
+
+    async def _put(self, key: ShareKey, layout: Layout, stats: Stats) -> None:
+        rank, size = self.ranks.rank, self.ranks.size
+        table = await self.run(lambda: pack(stats, layout, rank, size))
+        await store_stats.put_stats(key, table, Mark(_tokens(stats), self.name, size, layout), rank)
+
+    async def _smooth(self, work: Smooth) -> SmoothDone:
+        stats = await store_stats.get_merged(work.round, work.pass_)
+        shift, alpha = await self.run(
+            lambda: self.policy.smooth(stats, work.alpha, down_proj=work.down_proj)
+        )
+        return SmoothDone(shift, alpha)
+
+    async def _plan(self, work: Plan, progress: Progress) -> PlanDone:
+        from forge_ptq.services.planning import choose_plan
+
+        stats = await store_stats.get_merged(work.round, work.pass_)
+        return await self.run(lambda: choose_plan(self.policy, work, stats, progress.step))
+
+    # artifacts and scores
+
+    async def calibration(self, round_: int) -> Calibration:
+        """A stored calibration; the last one used is kept."""
+        if self._calibration is None or self._calibration.round != round_:
+            self._calibration = await store_stats.get_calibration(round_)
+        return self._calibration
+
+    async def _quantize(self, work: Quantize, attempt: int) -> PartDone:
+        policy = self.policy
+        calibration = None if work.calibration is None else await self.calibration(work.calibration)
+        if work.scheme is not None:
+            asked = policy.plan.override_all(work.scheme).resolve(policy.linears)
+        else:
+            asked = dict(calibration.layers if calibration else policy.layers)
+        if calibration is None and "int8_static" in asked.values():
+            raise ValueError("the plan has int8_static layers: calibrate before quantize")
+
+        def make() -> Any:
+            tensors, used, notes = policy.quantize(
+                asked, calibration, names=policy.shares(work.parts)[work.part], corrupt=work.corrupt
+            )
+            return tensors, {n: describe_tensor(t) for n, t in tensors.items()}, used, notes
+
+        tensors, specs, used, notes = await self.run(make)
+        name = f"{work.part:04d}-a{attempt}"
+        if self.ranks.rank == 0:
+            part = await store.put_artifact_part(work.artifact_id, name, tensors)
+        else:
+            part = store.ArtifactPart(name, {}, 0)
+        part_asked = {layer: asked[layer] for layer in used}
+        return PartDone(part, specs, part_asked, used, notes, policy.architecture)
+
+    async def _reference(self, work: Reference) -> ReferenceDone:
+        policy = self.policy
+        calibration = None if work.calibration is None else await self.calibration(work.calibration)
+        static = (
+            [site for site, members in policy.sites.items() if _is_static(calibration, members)]
+            if calibration is not None
+            else []
+        )
+        if calibration is None or not static:
+            return ReferenceDone(await self.run(lambda: policy.reference(work.rollouts)), None, ())
+        shift = {site: s for site, s in calibration.shift.items() if site in static}
+        sites = tuple((site, width) for site, width in self.layout.sites if site in static)
+
+        def score() -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+            rank, size = self.ranks.rank, self.ranks.size
+            channels = {site: channel_slice(width, rank, size) for site, width in sites}
+            with ActivationObserver(
+                policy.model, static, shift=shift, channels=channels if size > 1 else None
+            ) as observer:
+                hidden = policy.reference(work.rollouts, observer)
+                table = pack(observer.take(), Layout(sites), rank, size)
+            return hidden, _joined(self.ranks.gather(table))
+
+        hidden, table = await self.run(score)
+        return ReferenceDone(hidden, table, sites)
+
+
+def _tokens(stats: Stats) -> int:
+    """Positions that a share saw (all sites see all of them)."""
+    return max((stat.tokens for stat in stats.values()), default=0)
+
+
+def _is_static(calibration: Calibration, members: Sequence[str]) -> bool:
+    return any(calibration.layers.get(member) == "int8_static" for member in members)
+
+
+def _part(stats: ActivationStats, rank: int, size: int) -> ActivationStats:
+    """What one of several ranks has to add to; partial sums go to rank 0."""
+    if size == 1:
+        return stats
+    channels = channel_slice(stats.channels, rank, size)
+    first = rank == 0
+    return ActivationStats(
+        tokens=stats.tokens,
+        absmax_C=stats.absmax_C[channels],
+        sum_sq_C=stats.sum_sq_C[channels],
+        sum=stats.sum if first else 0.0,
+        histogram_B=stats.histogram_B if first else torch.zeros_like(stats.histogram_B),
+        non_finite=stats.non_finite if first else 0,
+    )
+
+
+def _joined(tables: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The ranks' tables as one that ``stats_table.unpack`` takes."""
+    if len(tables) == 1:
+        return tables[0]
+    return {
+        name: torch.stack([table[name] for table in tables])
+        if name in ("histogram", "scalars")
+        else torch.cat([table[name] for table in tables], dim=1)
+        for name in tables[0]
+    }
