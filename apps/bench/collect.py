@@ -4,8 +4,9 @@ Usage: python -m apps.bench.collect --model models/smollm2_135m
 
 Every round runs the same batch three times in turn: without observer, with one, and with one that
 also shifts channels (as in the second pass of a calibration with smoothing). The batch has full
-rows in one half of the rounds and right padding in the other. Shares compare medians of a round's
-neighbours, so that a machine whose speed drifts does not favour either.
+rows in one half of the rounds and right padding in the other. Every share compares neighbours of
+one round, so that a machine whose speed drifts favours neither; next to wall time stands CPU time,
+which a busy machine disturbs less.
 """
 
 from __future__ import annotations
@@ -40,11 +41,14 @@ def measure(model: Any, tokens_BT: Any, mask_BT: Any, rounds: int) -> dict[str, 
     sites = sites_of(name for name in linears if not never_quantized(name))
     widths = {site: model.get_submodule(site).in_features for site in sites}
     shift = {site: (torch.arange(width) % 7 - 3).to(torch.int8) for site, width in widths.items()}
-    seconds: dict[str, list[float]] = {"plain": [], "observed": [], "observed_shifted": []}
+    kinds = ("plain", "observed", "observed_shifted")
+    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+    cpu_seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
 
     def forward(kind: str) -> None:
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         model.base_model(input_ids=tokens_BT, use_cache=False)
+        cpu_seconds[kind].append(time.process_time() - cpu)
         seconds[kind].append(time.perf_counter() - start)
 
     for _ in range(rounds):
@@ -54,22 +58,29 @@ def measure(model: Any, tokens_BT: Any, mask_BT: Any, rounds: int) -> dict[str, 
                 observer.mask_BT = mask_BT
                 forward(kind)
                 observer.take()
-    shares = {
-        kind: summary([s / p - 1 for s, p in zip(seconds[kind], seconds["plain"], strict=True)])
-        for kind in seconds
-        if kind != "plain"
-    }
     elements = sum(widths.values()) * int(mask_BT.sum())
+    per_element = 1e9 / elements
     return {
         "seconds": {kind: summary(values) for kind, values in seconds.items()},
-        "share": shares,
+        "share": shares(seconds),
+        "share_of_cpu_time": shares(cpu_seconds),
         "nanoseconds_per_element": {
-            kind: 1e9 * (statistics.median(values) - statistics.median(seconds["plain"])) / elements
-            for kind, values in seconds.items()
-            if kind != "plain"
+            kind: per_element
+            * (statistics.median(cpu_seconds[kind]) - statistics.median(cpu_seconds["plain"]))
+            for kind in kinds[1:]
         },
         "sites": len(sites),
         "elements": elements,
+    }
+
+
+def shares(seconds: dict[str, list[float]]) -> dict[str, Any]:
+    """What every kind adds to the plain pass of its own round."""
+    plain = seconds["plain"]
+    return {
+        kind: summary([s / p - 1 for s, p in zip(values, plain, strict=True)])
+        for kind, values in seconds.items()
+        if kind != "plain"
     }
 
 

@@ -48,8 +48,8 @@ NON_FINITE_CODE = 0x7F800000 >> MANTISSA_SHIFT
 """The smallest code of an infinity or a NaN."""
 
 CHUNK_ELEMENTS = 1 << 18
-"""Elements per chunk on a CPU: input and two scratch buffers of 1 MiB each. Smaller chunks pay more for
-calls than they gain in cache."""
+"""Elements per chunk on a CPU: input and two scratch buffers of 1 MiB each. Smaller chunks pay more
+for calls than they gain in cache."""
 
 
 class _Site:
