@@ -158,16 +158,13 @@ async def _pass(
     done: dict[str, ShareDone] = outcome.finished
     _check_quorum(outcome, {}, count, cfg.merge.quorum)
     keys: dict[str, ShareKey] = {item: share.key for item, share in done.items()}
-    left_out: dict[str, str] = await call_one(
-        fleet.merger,
-        "merge",
-        round_,
-        pass_,
-        keys,
-        cfg.merge.rule,
-        cfg.merge.sigma_clip,
-        deadline_s=cfg.merge.deadline_s,
-    )
+    arguments = (round_, pass_, keys, cfg.merge.rule, cfg.merge.sigma_clip)
+    try:
+        left_out: dict[str, str] = await call_one(
+            fleet.merger, "merge", *arguments, deadline_s=cfg.merge.deadline_s
+        )
+    except Exception as error:
+        raise CalibrationError(f"calibration: merging failed: {error}") from error
     account.enter(outcome, left_out, pass_)
     _check_quorum(outcome, left_out, count, cfg.merge.quorum)
     return sum(share.tokens for item, share in done.items() if item not in left_out)

@@ -42,7 +42,7 @@ from forge_ptq.services.coordinator import Member
 from forge_ptq.services.policy_copy import PolicyCopy, Sequence_, build_model
 from forge_ptq.services.ranks import Ranks
 from forge_ptq.services.round import WAIT, Assignment
-from forge_ptq.services.workbench import DroppedError, Progress, Workbench
+from forge_ptq.services.workbench import AgreedError, DroppedError, Progress, Workbench
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +52,9 @@ CALL_TIMEOUT_S = 30.0
 """For one call to the coordinator, which does nothing but answer."""
 
 ROUNDS_REMEMBERED = 64
+REPORT_S = 2.0
+"""How long the other ranks of a failed group outlive the failure."""
+
 HUNG = 70
 """Exit status of a process that gives itself up."""
 
@@ -166,8 +169,7 @@ class Quantizer(ForgeActor):
             except Exception as error:
                 log.exception("%s of round %s failed", item.id, round_id)
                 await _call(coordinator.fail, round_id, me.id, item.id, _describe(error))
-                if bench.ranks.size > 1:
-                    _give_up("an item raised on one rank of several")
+                self._distrust(bench, error)
             finally:
                 beats.cancel()
         return done
@@ -184,9 +186,18 @@ class Quantizer(ForgeActor):
                 done += 1
             except DroppedError:
                 continue
-            except Exception:
+            except Exception as error:
                 log.exception("%s failed on rank %d", claim.item.id, bench.ranks.rank)
-                _give_up("an item raised on one rank of several")
+                if not isinstance(error, AgreedError):
+                    await asyncio.sleep(REPORT_S)  # rank 0 may be telling the coordinator
+                self._distrust(bench, error)
+
+    @staticmethod
+    def _distrust(bench: Workbench, error: Exception) -> None:
+        """After a failure: weights are pulled anew, and ranks that may have parted end."""
+        bench.policy.version = None
+        if bench.ranks.size > 1 and not isinstance(error, AgreedError):
+            _give_up("an item raised, and the ranks may not be at the same point any more")
 
     async def _beat(
         self, coordinator: Any, round_id: str, progress: Progress, every_s: float, patience_s: float

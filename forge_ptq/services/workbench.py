@@ -52,6 +52,10 @@ class DroppedError(Exception):
     """Nobody needs the item any more: another replica was faster, or the round is over."""
 
 
+class AgreedError(RuntimeError):
+    """Raised on all ranks of a replica at the same point: none of them waits for another one."""
+
+
 @dataclass
 class Progress:
     """How far an item has come; beats report it."""
@@ -129,6 +133,7 @@ class Workbench:
             fresh = await self.run(measure)
             total = {site: total[site].merge(fresh[site]) for site in fresh} if total else fresh
             done += len(chunk)
+            await self.run(lambda total=total: self._check(total))  # type: ignore[misc]
             key = ShareKey(work.round, work.pass_, work.share, done, attempt)
             await self._put(key, layout, total)
             if done >= len(work.batches):
@@ -154,6 +159,18 @@ class Workbench:
         whole = unpack(await store_stats.get_stats(key, mark), mark.layout)
         rank, size = self.ranks.rank, self.ranks.size
         return {site: _part(stats, rank, size) for site, stats in whole.items()}
+
+    def _check(self, stats: Stats) -> None:
+        """AgreedError unless all ranks saw finite activations only.
+
+        Nothing is stored then: whoever takes the share over must not go on from there. It may be
+        this replica that is broken.
+        """
+        bad = {site: stat.non_finite for site, stat in stats.items() if stat.non_finite}
+        found = {s: n for each in self.ranks.gather(bad) for s, n in each.items()}
+        for site in stats:
+            if site in found:
+                raise AgreedError(f"the input of {site} holds NaN or infinite values")
 
     async def _put(self, key: ShareKey, layout: Layout, stats: Stats) -> None:
         rank, size = self.ranks.rank, self.ranks.size
