@@ -35,6 +35,7 @@ from forge_ptq.services.policy_quantize import (
     parameter_shares,
     quantize_parameters,
 )
+from forge_ptq.services.policy_tp import assign, observing
 
 __all__ = ["PolicyCopy", "Sequence_", "build_model", "full", "make_batches"]
 
@@ -109,7 +110,7 @@ class PolicyCopy:
                 )
         self.version = None
         for name, parameter in self.parameters.items():
-            parameter.copy_(canonical[name])
+            assign(parameter, canonical[name])
         self.version = version
 
     def _canonical(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -176,7 +177,8 @@ class PolicyCopy:
 
         batches: from ``make_batches``. shift: log2 smoothing factors per site, int8 [C]; inputs are
         observed after dividing by them. Statistics of several calls add up to those of one call
-        over all their batches. Non-finite activations are counted, they do not raise.
+        over all their batches; on a tensor-parallel rank they cover its slice of the channels.
+        Non-finite activations are counted, they do not raise.
         """
         total: Stats = {}
 
@@ -185,7 +187,7 @@ class PolicyCopy:
                 total[site] = total[site].merge(fresh) if site in total else fresh
             return dict(total)
 
-        with ActivationObserver(self.model, self.sites, shift=shift) as observer:
+        with observing(self.model, self.sites, shift) as observer:
             for done, batch in enumerate(batches, start=1):
                 self._forward(batch, observer)
                 if on_batch is not None:

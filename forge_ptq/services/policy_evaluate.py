@@ -33,8 +33,10 @@ from forge_ptq.numerics.plan import group_of
 from forge_ptq.numerics.schemes import INT8_MAX, SCALE_MIN
 from forge_ptq.numerics.schemes.common import activation_scale, quantize_weight
 from forge_ptq.numerics.smoothing import factors
+from forge_ptq.numerics.stats_table import channel_slice
 from forge_ptq.services.policy_batches import Sequence_
 from forge_ptq.services.policy_quantize import full, static_ranges
+from forge_ptq.services.policy_tp import linear_part
 
 if TYPE_CHECKING:
     from forge_ptq.services.policy_copy import PolicyCopy
@@ -59,7 +61,11 @@ class Scores:
 
 
 class FakeQuantizedLinear:
-    """Stands in for the forward of one nn.Linear; see the module's docstring."""
+    """Stands in for the forward of one nn.Linear; see the module's docstring.
+
+    like: the linear's own weight. If it is sharded over ranks, the whole tensors given are cut the
+    same way, and x comes and y leaves as the DTensors of torch's tensor-parallel styles.
+    """
 
     def __init__(
         self,
@@ -68,18 +74,49 @@ class FakeQuantizedLinear:
         bias_N: torch.Tensor | None,
         inverse_K: torch.Tensor | None,
         input_scale_1: torch.Tensor | None,
+        like: torch.Tensor,
     ) -> None:
         self.codes_NK, self.scale_N, self.bias_N = codes_NK, scale_N1.squeeze(1), bias_N
         self.inverse_K = inverse_K
         self.input_scale_1 = input_scale_1
+        self.part = part = linear_part(like)
+        self.mesh = getattr(like, "device_mesh", None)
+        if part.by == "output":
+            rows = channel_slice(codes_NK.shape[0], part.rank, part.ranks)
+            self.codes_NK, self.scale_N = codes_NK[rows], self.scale_N[rows]
+            self.bias_N = None if bias_N is None else bias_N[rows]
+        elif part.by == "input":
+            columns = part.input_slice(codes_NK.shape[1])
+            self.codes_NK = codes_NK[:, columns]
+            self.inverse_K = None if inverse_K is None else inverse_K[columns]
+            self.bias_N = bias_N if part.rank == 0 else None  # ranks are summed up
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.mesh is None:
+            return self._compute(x)
+        from torch.distributed.tensor import DTensor, Partial, Shard
+
+        assert isinstance(x, DTensor)
+        y = self._compute(x.to_local())
+        placement = Shard(y.dim() - 1) if self.part.by == "output" else Partial()
+        return DTensor.from_local(y, self.mesh, [placement], run_check=False)
+
+    def _largest(self, x_MK: torch.Tensor) -> torch.Tensor:
+        """max|x| of every token, of channels on other ranks too."""
+        amax_M1 = x_MK.abs().amax(-1, keepdim=True)
+        if self.mesh is not None and self.part.by == "input":
+            import torch.distributed as dist
+
+            dist.all_reduce(amax_M1, dist.ReduceOp.MAX, group=self.mesh.get_group())
+        return amax_M1
+
+    def _compute(self, x: torch.Tensor) -> torch.Tensor:
         x_MK = x.reshape(-1, x.shape[-1]).to(torch.float32)
         if self.inverse_K is not None:
             x_MK = x_MK * self.inverse_K
         s_M1 = self.input_scale_1
         if s_M1 is None:
-            s_M1 = (x_MK.abs().amax(-1, keepdim=True) / INT8_MAX).clamp(min=SCALE_MIN)
+            s_M1 = (self._largest(x_MK) / INT8_MAX).clamp(min=SCALE_MIN)
         q_MK = (x_MK / s_M1).round_().clamp_(-INT8_MAX, INT8_MAX)
         y_MN = F.linear(q_MK, self.codes_NK.to(torch.float32))
         y_MN.mul_(s_M1).mul_(self.scale_N)
@@ -160,7 +197,7 @@ class Evaluator:
         bias_N = None if module.bias is None else full(module.bias).to(torch.float32)
         inverse_K = None if shift_K is None else factors(-shift_K).to(codes_NK.device)
         scale_1 = None if absmax is None else activation_scale(absmax, name).to(codes_NK.device)
-        return FakeQuantizedLinear(codes_NK, scale_N1, bias_N, inverse_K, scale_1)
+        return FakeQuantizedLinear(codes_NK, scale_N1, bias_N, inverse_K, scale_1, module.weight)
 
     def _shift_of(self, name: str) -> torch.Tensor | None:
         for member in group_of(name):

@@ -24,6 +24,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import pickle
 import socket
 import time
 from collections import deque
@@ -40,6 +41,7 @@ from forge_ptq.numerics.plan import QuantPlan
 from forge_ptq.runtime import ForgeActor, concurrent_endpoint, endpoint
 from forge_ptq.services.coordinator import Member
 from forge_ptq.services.policy_copy import PolicyCopy, Sequence_, build_model
+from forge_ptq.services.policy_tp import shard
 from forge_ptq.services.ranks import Ranks
 from forge_ptq.services.round import WAIT, Assignment
 from forge_ptq.services.workbench import AgreedError, DroppedError, Progress, Workbench
@@ -112,7 +114,9 @@ class Quantizer(ForgeActor):
 
         def build() -> tuple[PolicyCopy, list[tuple[str, int]]]:
             ranks.connect()
-            policy = PolicyCopy(build_model(self.model_path, self.dtype), self.plan)
+            model = build_model(self.model_path, self.dtype)
+            shard(model, ranks.size)
+            policy = PolicyCopy(model, self.plan)
             return policy, ranks.gather((socket.gethostname(), os.getpid()))
 
         policy, processes = await self._run(build)
@@ -162,8 +166,9 @@ class Quantizer(ForgeActor):
                 self._beat(coordinator, round_id, progress, heartbeat_s / 3, patience_s)
             )
             try:
-                result = await bench.carry_out(item.work, claim.attempt, progress)
-                done += await _call(coordinator.finish, round_id, me.id, item.id, result)
+                result = await bench.carry_out(pickle.loads(item.work), claim.attempt, progress)
+                sealed = await self._run(lambda result=result: pickle.dumps(result))  # type: ignore[misc]
+                done += await _call(coordinator.finish, round_id, me.id, item.id, sealed)
             except DroppedError:
                 log.info("%s of round %s: dropped, it is not needed any more", item.id, round_id)
             except Exception as error:
@@ -182,7 +187,8 @@ class Quantizer(ForgeActor):
             if claim is None:
                 return done
             try:
-                await bench.carry_out(claim.item.work, claim.attempt, Progress(bench.ranks))
+                work = pickle.loads(claim.item.work)
+                await bench.carry_out(work, claim.attempt, Progress(bench.ranks))
                 done += 1
             except DroppedError:
                 continue

@@ -17,10 +17,10 @@ import torch
 from forge_ptq import store, store_stats
 from forge_ptq.manifest import describe_tensor
 from forge_ptq.numerics.calibration import Calibration
-from forge_ptq.numerics.observer import ActivationObserver
 from forge_ptq.numerics.stats import ActivationStats
 from forge_ptq.numerics.stats_table import Layout, channel_slice, pack, unpack
 from forge_ptq.services.policy_copy import PolicyCopy
+from forge_ptq.services.policy_tp import observing
 from forge_ptq.services.ranks import Ranks
 from forge_ptq.services.work import (
     Done,
@@ -238,10 +238,7 @@ class Workbench:
 
         def score() -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
             rank, size = self.ranks.rank, self.ranks.size
-            channels = {site: channel_slice(width, rank, size) for site, width in sites}
-            with ActivationObserver(
-                policy.model, static, shift=shift, channels=channels if size > 1 else None
-            ) as observer:
+            with observing(policy.model, static, shift) as observer:
                 hidden = policy.reference(work.rollouts, observer)
                 table = pack(observer.take(), Layout(sites), rank, size)
             return hidden, _joined(self.ranks.gather(table))
