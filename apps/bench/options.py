@@ -59,12 +59,13 @@ def summary(values: list[float]) -> dict[str, Any]:
     }
 
 
-def write(options: argparse.Namespace, results: dict[str, Any]) -> None:
-    """Results with the settings and machine that made them, as JSON; also printed."""
+def write(options: argparse.Namespace, results: dict[str, Any], *, quiet: bool = False) -> None:
+    """Results with the settings and machine that made them, as JSON; also printed unless quiet."""
     import torch
 
     settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()}
-    settings["model"] = Path(options.model).name
+    if "model" in settings:
+        settings["model"] = Path(options.model).name
     record = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "settings": settings,
@@ -78,5 +79,6 @@ def write(options: argparse.Namespace, results: dict[str, Any]) -> None:
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(record, indent=1) + "\n")
-    print(json.dumps(results, indent=1))
-    print(f"written to {options.out}")
+    if not quiet:
+        print(json.dumps(results, indent=1))
+        print(f"written to {options.out}")
