@@ -14,6 +14,8 @@ from forge_ptq.engine.generator import QuantizedGenerator
 from forge_ptq.loss import GRPOLoss
 from forge_ptq.observe.report import RunReport
 from forge_ptq.observe.summary import write_json
+from forge_ptq.services.coordinator import Coordinator
+from forge_ptq.services.merger import StatsMerger
 from forge_ptq.services.ptq import PTQ
 from forge_ptq.services.quantizer import Quantizer
 from forge_ptq.training.reference_model import ReferenceModel
@@ -40,6 +42,8 @@ class Components:
     trainer: Any
     metric_logger: Any
     quantizer: Any = None
+    stats_merger: Any = None
+    coordinator: Any = None
     ptq: PTQ | None = None
 
     async def train_step(self, inputs: Any, targets: Any) -> dict[str, float]:
@@ -131,10 +135,14 @@ async def launch(cfg: RunConfig, report: RunReport) -> Components:
         ),
     }
     if cfg.ptq.enabled:
-        spawning["quantizer"] = Quantizer.options(**services["quantizer"]).as_service(
-            model_path=cfg.model,
-            plan={key: plain["ptq"]["plan"][key] for key in ("default", "overrides")},
-        )
+        spawning |= {
+            "quantizer": Quantizer.options(**services["quantizer"]).as_service(
+                model_path=cfg.model,
+                plan={key: plain["ptq"]["plan"][key] for key in ("default", "overrides")},
+            ),
+            "stats_merger": StatsMerger.options(**services["stats_merger"]).as_service(),
+            "coordinator": Coordinator.options(**actors["coordinator"]).as_actor(),
+        }
     async with asyncio.TaskGroup() as group:
         tasks = {name: group.create_task(started(name, s)) for name, s in spawning.items()}
     forge = Components(
@@ -142,7 +150,12 @@ async def launch(cfg: RunConfig, report: RunReport) -> Components:
     )
     if cfg.ptq.enabled:
         forge.ptq = await PTQ.launch(
-            cfg.ptq, policy=forge.policy, quantizer=forge.quantizer, inject=cfg.debug.inject
+            cfg.ptq,
+            policy=forge.policy,
+            quantizer=forge.quantizer,
+            merger=forge.stats_merger,
+            coordinator=forge.coordinator,
+            inject=cfg.debug.inject,
         )
     await metric_logger.init_backends.call_one(backends(cfg, report))
     await watch(forge, report)
@@ -163,7 +176,7 @@ async def watch(forge: Components, report: RunReport) -> None:
 
         return respawned
 
-    for name in ("policy", "rewards", "ref_model", "quantizer"):
+    for name in ("policy", "rewards", "ref_model", "quantizer", "stats_merger"):
         service = getattr(forge, name)
         if service is not None:
             service.on_respawn(on_respawn(name))

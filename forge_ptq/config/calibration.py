@@ -133,4 +133,5 @@ class DriftConfig(Block):
     """Largest |x| now, in units of the calibrated one."""
 
     min_steps: NaturalInt = 5
-    """Trainer steps after a calibration before drift can cause the next."""
+    """Trainer steps after a calibration before drift, or a candidate that the gate refused, can
+    cause the next."""

@@ -81,6 +81,9 @@ def _plan(config: RunConfig, problems: Problems) -> None:
             message = f"got {got}, expected 1 while ptq.plan.mode is auto"
             more = "measuring a plan needs whole replicas"
             problems.append(("services.quantizer.procs", f"{message}: {more}"))
+        if plan.max_evaluations < 3:
+            message = f"got {plan.max_evaluations}, expected 3 or more for ptq.plan.mode auto"
+            problems.append(("ptq.plan.max_evaluations", message))
         if plan.budget >= ptq.guard.max_perplexity_rise:
             message = f"got {plan.budget}, expected less than ptq.guard.max_perplexity_rise"
             more = "a plan at the limit is refused as often as not"

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from forge_ptq import store
 from forge_ptq.artifact import ArtifactRef, Manifest
+from forge_ptq.numerics.calibration import Calibration
 from forge_ptq.numerics.divergence import Divergence, compare
+from forge_ptq.services.fleet import CalibrationError
 from forge_ptq.services.guard import Evidence, StagedSlot
 from forge_ptq.services.replicas import (
     PublishError,
@@ -20,8 +22,10 @@ from forge_ptq.services.replicas import (
     live_artifact,
     staged_slot,
     survivors,
+    within,
 )
 from forge_ptq.services.sampler import Rollout
+from forge_ptq.services.schedule import DriftReport, Due
 from forge_ptq.services.verdict import Verdict
 
 log = logging.getLogger(__name__)
@@ -43,6 +47,27 @@ class Candidate:
     numbers: dict[str, Any] = field(default_factory=dict)
     """Verdict fields measured on the way."""
 
+    def use(self, live: Calibration) -> None:
+        """The calibration behind its scales."""
+        self.numbers |= {
+            "calibration_round": live.round,
+            "calibration_version": live.policy_version,
+            "calibration_tokens": live.tokens,
+            "contributors": tuple(live.contributors),
+            "dropped": tuple(live.dropped),
+            "predicted_rise": live.predicted_rise,
+        }
+
+    def drifted(self, report: DriftReport) -> None:
+        """How far the inputs are from what the scales were made for."""
+        self.numbers |= {
+            "drift_clipped_fraction": report.clipped_fraction,
+            "drift_js_distance": report.js_distance,
+            "drift_absmax_ratio": report.absmax_ratio,
+            "drift_layer": report.layer,
+            "drift_exceeded": report.exceeded,
+        }
+
     def evidence(self) -> Evidence:
         """What the guard decides on."""
         assert self.manifest is not None
@@ -57,7 +82,7 @@ class Candidate:
         """
         for name, value in self.numbers.items():
             before = getattr(verdict, name)
-            if before is not None and name in ("quantize_s", "stage_s", "probe_s"):
+            if before is not None and name in ("calibrate_s", "quantize_s", "stage_s", "probe_s"):
                 value += before
             if before is not None and name in ("pause_s", "flip_s"):
                 value = max(value, before)
@@ -74,47 +99,57 @@ class Candidate:
         verdict.probe_tokens, verdict.probe_sequences = measured.tokens, measured.sequences
 
 
-class Publisher:
-    """Talks to the Quantizer, the store and the generator; keeps no opinion of its own."""
+def flop_share(manifest: Manifest) -> dict[str, float]:
+    """{scheme: its share of the linear layers' FLOPs}, which go with the elements of a weight."""
+    totals: Counter[str] = Counter()
+    for name, scheme in manifest.layers.items():
+        totals[scheme] += math.prod(manifest.tensors[f"{name}.weight"].shape)
+    everything = totals.total() or 1
+    return {scheme: totals[scheme] / everything for scheme in sorted(totals)}
 
-    def __init__(self, cfg: Any, policy: Any, quantizer: Any) -> None:
+
+class Publisher:
+    """Talks to the quantizers, the store and the generator; keeps no opinion of its own."""
+
+    def __init__(self, cfg: Any, policy: Any, fleet: Any) -> None:
+        """policy: handle of the generator. fleet: fleet.QuantizerFleet."""
         self.cfg = cfg
         self.policy = policy
-        self.quantizer = quantizer
-        self._since_calibration: int | None = None
+        self.fleet = fleet
         self._reference: tuple[int, list[Rollout], list[Any]] | None = None
 
-    async def quantize(self, candidate: Candidate, calibration: Sequence[Rollout]) -> None:
-        """Load the version, calibrate if due, quantize: sets candidate.ref and manifest."""
+    async def calibrate(self, candidate: Candidate, due: Due) -> None:
+        """Make scales, smoothing and plan anew on the candidate's weights.
+
+        CalibrationError if too much of it is missing by the deadlines.
+        """
+        candidate.phase = "calibrate"
+        started, limit = time.perf_counter(), self.cfg.deadlines.calibrate_s
+        candidate.numbers["calibration_reason"] = due.reason
+        work = self.fleet.calibrate(candidate.version, due.rollouts, due.plan_rollouts)
+        try:
+            await within(work, "calibrate", limit)
+            candidate.numbers["calibrated"] = True
+        except (CalibrationError, PublishError, TimeoutError) as error:
+            candidate.numbers["calibration_failed"] = True
+            raise CalibrationError(str(error)) from error
+        finally:
+            candidate.numbers["calibrate_s"] = time.perf_counter() - started
+
+    async def quantize(self, candidate: Candidate) -> None:
+        """Quantize the version with the live scales: sets candidate.ref and manifest."""
         candidate.phase = "quantize"
         started, limit = time.perf_counter(), self.cfg.deadlines.quantize_s
-        version = candidate.version
-        status = await call_one(self.quantizer, "load", version, deadline_s=limit)
-        static = candidate.scheme is None and "int8_static" in status.layers.values()
-        if static and self._calibration_due(status.needs_calibration, bool(calibration)):
-            if not calibration:
-                raise PublishError("the plan has int8_static layers and no rollouts to calibrate")
-            await call_one(
-                self.quantizer, "calibrate", version, list(calibration), deadline_s=limit
-            )
-            self._since_calibration = 0
-            candidate.numbers["calibrated"] = True
-        args = (version, candidate.scheme, candidate.fault)
-        candidate.ref = await call_one(self.quantizer, "quantize", *args, deadline_s=limit)
+        work = self.fleet.quantize(candidate.version, candidate.scheme, candidate.fault)
+        candidate.ref = await within(work, "quantize", limit)
         candidate.manifest = await store.get_manifest(candidate.ref)
-        if static and self._since_calibration is not None:
-            self._since_calibration += 1
         counts = Counter(candidate.manifest.layers.values())
         candidate.numbers |= {
             "quantize_s": time.perf_counter() - started,
             "bytes": candidate.manifest.nbytes,
             "scheme": " ".join(f"{name}:{count}" for name, count in sorted(counts.items())),
+            "flop_share": flop_share(candidate.manifest),
         }
-
-    def _calibration_due(self, needed: bool, possible: bool) -> bool:
-        if needed or self._since_calibration is None:
-            return True
-        return possible and self._since_calibration >= self.cfg.calibrate_every
 
     async def stage(self, candidate: Candidate) -> None:
         """Every replica fills its idle slot and says what it now holds."""
@@ -148,13 +183,8 @@ class Publisher:
     async def _reference_hidden(self, version: int, rollouts: list[Rollout]) -> list[Any]:
         """W_v's hidden states; the second candidate of a version reuses them."""
         if self._reference is None or self._reference[:2] != (version, rollouts):
-            hidden = await call_one(
-                self.quantizer,
-                "reference",
-                version,
-                rollouts,
-                deadline_s=self.cfg.deadlines.probe_s,
-            )
+            work = self.fleet.reference(version, rollouts)
+            hidden = await within(work, "reference", self.cfg.deadlines.probe_s)
             self._reference = (version, rollouts, hidden)
         return self._reference[2]
 

@@ -9,16 +9,20 @@
 
 publish(version) in order, each phase with its own deadline (cfg.deadlines):
 
-    probe set   enough held-out rollouts? if not: kept, before any work
-    quantize    Quantizer: load W_v, calibrate if due, quantize, artifact into the store
+    rollouts    enough to judge the candidate and to calibrate if due? else kept, before any work
+    calibrate   if due (schedule.py): all Quantizer replicas measure W_v, statistics are merged,
+                smoothing, ranges and plan are chosen and then frozen until the next time
+    quantize    each replica its share of W_v's layers, the artifact into the store
     stage       every generator replica fills its idle slot, still serving
-    probe       one replica scores the rollouts under the idle slot, the Quantizer under W_v
+    probe       one replica scores the rollouts under the idle slot, the Quantizers under W_v
     decide      guard.decide: complete, audit, finite, enough, rise
     commit      store.set_committed(artifact), then every replica flips
 
 Whatever fails before commit empties the idle slots again and the live ones serve on: the verdict
 is "kept", with the reason. A refused candidate is followed by the same version in bf16, through
-the same slots and gate, if guard.on_reject is "bf16" or the caller says must_serve.
+the same slots and gate, if guard.on_reject is "bf16" or the caller says must_serve. So is one whose
+calibration missed its quorum or its deadline, always: what the missing replicas would have measured
+is not known.
 
 The pointer in the store moves *before* the flip. By then the artifact has passed the gate, so it
 makes no difference which of the two a generator serves that dies in between: the one that comes
@@ -38,11 +42,14 @@ from typing import Any
 
 from forge_ptq import store
 from forge_ptq.artifact import ArtifactRef
-from forge_ptq.runtime import Reduce, record_metric
-from forge_ptq.services import guard
+from forge_ptq.services import guard, publish_metrics
 from forge_ptq.services.candidate import Candidate, Publisher
+from forge_ptq.services.coordinator import Coordinator
+from forge_ptq.services.fleet import FleetError, QuantizerFleet
+from forge_ptq.services.merger import StatsMerger
 from forge_ptq.services.replicas import PublishError
 from forge_ptq.services.sampler import Rollout, RolloutSampler
+from forge_ptq.services.schedule import Due, Schedule
 from forge_ptq.services.verdict import Verdict
 
 log = logging.getLogger(__name__)
@@ -54,13 +61,20 @@ VERDICTS_KEPT = 1000
 class PTQ:
     """One publisher for one generator service. Made by ``launch``."""
 
-    def __init__(self, cfg: Any, publisher: Publisher, inject: Any | None) -> None:
+    def __init__(self, cfg: Any, policy: Any, fleet: Any, inject: Any | None) -> None:
         self.cfg = cfg
+        auto = cfg.plan.rollouts if cfg.plan.mode == "auto" else 0
         self.sampler = RolloutSampler(
-            cfg.sampler.capacity, cfg.sampler.max_age, cfg.sampler.probe_fraction
+            cfg.sampler.capacity,
+            cfg.sampler.max_age,
+            cfg.sampler.probe_fraction,
+            plan_fraction=auto / (auto + cfg.calibration.rollouts),
+            max_tokens=cfg.sampler.max_tokens,
         )
         self.verdicts: deque[Verdict] = deque(maxlen=VERDICTS_KEPT)
-        self._publisher = publisher
+        self.fleet = fleet
+        self._publisher = Publisher(cfg, policy, fleet)
+        self._schedule = Schedule(cfg, self.sampler)
         self._inject = inject
         self._lock = asyncio.Lock()
         self._closed = False
@@ -69,12 +83,31 @@ class PTQ:
 
     @classmethod
     async def launch(
-        cls, cfg: Any, *, policy: Any, quantizer: Any, inject: Any | None = None
+        cls,
+        cfg: Any,
+        *,
+        policy: Any,
+        quantizer: Any,
+        merger: Any | None = None,
+        coordinator: Any | None = None,
+        inject: Any | None = None,
     ) -> PTQ:
         """cfg: config.PTQConfig. policy, quantizer: handles (service or actor) of the running
-        generator and Quantizer. inject: {step, fault} to corrupt one candidate on purpose.
+        generator and Quantizer. merger, coordinator: handles of the StatsMerger service and the
+        Coordinator actor; started here where they are not given. inject: {step, fault} to corrupt
+        one candidate on purpose.
         """
-        ptq = cls(cfg, Publisher(cfg, policy, quantizer), inject)
+        if merger is None:
+            merger = await StatsMerger.options(mesh_name="stats_merger").as_service()
+        if coordinator is None:
+            coordinator = await Coordinator.options(mesh_name="coordinator").as_actor()
+        fleet = await QuantizerFleet.launch(cfg, quantizer, merger, coordinator)
+        return await cls.attach(cfg, policy, fleet, inject)
+
+    @classmethod
+    async def attach(cls, cfg: Any, policy: Any, fleet: Any, inject: Any | None = None) -> PTQ:
+        """A publisher over a fleet that runs; it goes on from what the store says serves."""
+        ptq = cls(cfg, policy, fleet, inject)
         committed = await store.get_committed()
         if committed is not None:
             ptq._serving.append(committed)
@@ -106,7 +139,7 @@ class PTQ:
                 verdict.wall_s = time.perf_counter() - started
                 self.verdicts.append(verdict)
             await self._retire(version)
-        self._record(verdict)
+        publish_metrics.record(verdict)
         return verdict
 
     async def close(self) -> None:
@@ -117,6 +150,7 @@ class PTQ:
                 pass
         except TimeoutError:
             log.warning("a publish was still running when PTQ closed")
+        await self.fleet.close()
 
     async def _publish(self, verdict: Verdict, must_serve: bool) -> None:
         """Fill in the verdict. The only place that decides between candidate, bf16 and keeping."""
@@ -134,26 +168,39 @@ class PTQ:
         if len(rollouts) < need:
             verdict.reason = f"not enough probe rollouts: have {len(rollouts)}, need {need}"
         else:
-            await self._try(verdict, "accepted", rollouts)
-        refused_to_bf16 = verdict.refused and self.cfg.guard.on_reject == "bf16"
-        if verdict.outcome == "kept" and (must_serve or refused_to_bf16):
+            try:
+                due = self._schedule.due(verdict.version, self.fleet.calibration)
+            except PublishError as error:
+                verdict.reason = str(error)
+            else:
+                await self._try(verdict, "accepted", rollouts, due=due)
+        to_bf16 = must_serve or verdict.calibration_failed
+        to_bf16 |= verdict.refused and self.cfg.guard.on_reject == "bf16"
+        if verdict.outcome == "kept" and to_bf16:
             await self._try(verdict, "fell_back", rollouts, scheme="bf16")
 
     async def _try(
-        self, verdict: Verdict, outcome: Any, rollouts: list[Rollout], scheme: str | None = None
+        self,
+        verdict: Verdict,
+        outcome: Any,
+        rollouts: list[Rollout],
+        scheme: str | None = None,
+        due: Due | None = None,
     ) -> None:
         """One candidate through all phases; on success the verdict gets this outcome."""
         candidate = Candidate(verdict.version, scheme, self._fault(verdict.version, scheme))
         try:
-            decision = await self._prepare(candidate, rollouts)
+            decision = await self._prepare(candidate, rollouts, due)
             if decision.accepted:
                 previous = self._serving[-1] if self._serving else None
                 await self._publisher.commit(candidate, previous)
                 assert candidate.ref is not None
                 self._serving = [*self._serving[-1:], candidate.ref]
                 verdict.outcome = outcome
-            else:
-                verdict.refused |= decision.refused and scheme is None
+            elif decision.refused and scheme is None:
+                verdict.refused = True
+                if candidate.fault is None:
+                    self._schedule.refused()
             reason = decision.reason
         except Exception as error:
             reason = f"{candidate.phase} failed: {_first_line(error)}"
@@ -168,15 +215,22 @@ class PTQ:
         verdict.reason = prefix + reason
         candidate.report(verdict)
 
-    async def _prepare(self, candidate: Candidate, rollouts: list[Rollout]) -> guard.Decision:
-        """Quantize, stage, probe, decide."""
-        calibration = self.sampler.calibration(
-            self.cfg.calibration.rollouts, self.cfg.probe.max_tokens
-        )
-        await self._publisher.quantize(candidate, calibration)
+    async def _prepare(
+        self, candidate: Candidate, rollouts: list[Rollout], due: Due | None
+    ) -> guard.Decision:
+        """Calibrate if due, quantize, stage, probe, decide."""
+        if due is not None:
+            await self._publisher.calibrate(candidate, due)
+            self._schedule.calibrated(self.fleet.calibration, due)
+        if candidate.scheme is None and self._schedule.needed:
+            candidate.use(self.fleet.calibration)
+        await self._publisher.quantize(candidate)
         await self._publisher.stage(candidate)
         if rollouts:
             await self._publisher.probe(candidate, rollouts)
+            drift = self._schedule.watch(self.fleet.last_drift, self.fleet.calibration)
+            if drift is not None:
+                candidate.drifted(drift)
         # Full precision needs no minimum: its rise is the engine's own numerical noise.
         enough = 1 if candidate.scheme == "bf16" else self.cfg.probe.min_sequences
         limits = guard.Limits(self.cfg.guard.max_perplexity_rise, enough)
@@ -211,33 +265,10 @@ class PTQ:
         except store.StoreError as error:
             log.warning("clean-up after version %d: %s", version, error)
 
-    @staticmethod
-    def _record(verdict: Verdict) -> None:
-        values: list[tuple[str, float | None, Reduce]] = [
-            ("accepted", float(verdict.outcome == "accepted"), Reduce.SUM),
-            ("fell_back", float(verdict.outcome == "fell_back"), Reduce.SUM),
-            ("kept", float(verdict.outcome == "kept"), Reduce.SUM),
-            ("refused", float(verdict.refused), Reduce.SUM),
-            ("perplexity_rise", verdict.perplexity_rise, Reduce.MEAN),
-            ("nll_perplexity_rise", verdict.nll_perplexity_rise, Reduce.MEAN),
-            ("kl", verdict.kl, Reduce.MEAN),
-            ("worst_sequence_rise", verdict.worst_sequence_rise, Reduce.MAX),
-            ("probe_tokens", float(verdict.probe_tokens), Reduce.MEAN),
-            ("quantize_s", verdict.quantize_s, Reduce.MEAN),
-            ("stage_s", verdict.stage_s, Reduce.MEAN),
-            ("probe_s", verdict.probe_s, Reduce.MEAN),
-            ("pause_s", verdict.pause_s, Reduce.MAX),
-            ("wall_s", verdict.wall_s, Reduce.MEAN),
-            ("bytes", verdict.bytes, Reduce.MEAN),
-        ]
-        for name, value, reduction in values:
-            if value is not None and value == value:
-                record_metric(f"ptq/publish/{name}", value, reduction)
-
 
 def _first_line(error: BaseException) -> str:
     """What went wrong, short enough for a reason; the log has the traceback."""
-    if isinstance(error, PublishError):
+    if isinstance(error, PublishError | FleetError):
         return str(error)
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -17,7 +17,7 @@ async def call_one(handle: Any, endpoint: str, *args: Any, deadline_s: float) ->
     """One replica of a service (as it routes), or the actor; PublishError past the deadline."""
     bound = getattr(handle, endpoint)
     call = getattr(bound, "route", None) or bound.call_one
-    return await _within(call(*args), endpoint, deadline_s)
+    return await within(call(*args), endpoint, deadline_s)
 
 
 async def call_all(handle: Any, endpoint: str, *args: Any, deadline_s: float) -> list[Any]:
@@ -25,11 +25,12 @@ async def call_all(handle: Any, endpoint: str, *args: Any, deadline_s: float) ->
     bound = getattr(handle, endpoint)
     fanout = getattr(bound, "fanout", None)
     if fanout is not None:
-        return list(await _within(fanout(*args), endpoint, deadline_s))
-    return [await _within(bound.call_one(*args), endpoint, deadline_s)]
+        return list(await within(fanout(*args), endpoint, deadline_s))
+    return [await within(bound.call_one(*args), endpoint, deadline_s)]
 
 
-async def _within(call: Awaitable[Any], endpoint: str, deadline_s: float) -> Any:
+async def within(call: Awaitable[Any], endpoint: str, deadline_s: float) -> Any:
+    """The call's result; PublishError past the deadline."""
     try:
         async with asyncio.timeout(deadline_s):
             return await call

@@ -43,10 +43,39 @@ class Verdict:
     worst_sequence_rise: float | None = None
     probe_tokens: int = 0
     probe_sequences: int = 0
+    flop_share: dict[str, float] | None = None
+    """Share of the linear layers' FLOPs by scheme, lm_head not counted."""
     calibrated: bool = False
-    """This publish refreshed the static activation scales."""
+    """This publish made the scales anew."""
+    calibration_reason: str = ""
+    """Why it did, or tried to: first, period, drift, refused or more rollouts."""
+    calibration_failed: bool = False
+    """It tried to and could not."""
+    calibration_round: int | None = None
+    """The calibration behind the candidate's scales; None if it needs none."""
+    calibration_version: int | None = None
+    """Policy version that it was made on."""
+    calibration_tokens: int = 0
+    contributors: tuple[str, ...] = ()
+    """Replicas whose statistics went into it."""
+    dropped: tuple[str, ...] = ()
+    """Replicas or shares whose statistics did not, with the reason."""
+    predicted_rise: float | None = None
+    """Perplexity rise that the search for the plan measured (mode auto)."""
+    drift_clipped_fraction: float | None = None
+    """Over the static layers, the largest share of |x| above the range of its scale."""
+    drift_js_distance: float | None = None
+    """Largest Jensen-Shannon distance between |x| now and when calibrated, 0 to 1."""
+    drift_absmax_ratio: float | None = None
+    """Largest max|x| in units of the calibrated one."""
+    drift_layer: str = ""
+    """Where most is clipped."""
+    drift_exceeded: str | None = None
+    """The threshold that was passed, so that the next publish calibrates."""
+    calibrate_s: float | None = None
+    """Measure, merge, smooth and plan."""
     quantize_s: float | None = None
-    """Load, calibrate, quantize and store."""
+    """Load, quantize and store."""
     stage_s: float | None = None
     probe_s: float | None = None
     """Score reference and candidate."""
@@ -69,4 +98,6 @@ def _plain(value: Any) -> Any:
         return None
     if isinstance(value, tuple | list):
         return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
     return value

@@ -61,12 +61,27 @@ def test_files_of_a_run(asynchronous):
     assert re.search(r"step 8/8", output)
 
 
+def test_scales_are_made_once_and_again_when_there_are_rollouts(asynchronous):
+    run, _ = asynchronous
+    summary = run.summary()
+    made = [p for p in summary["publishes"] if p["calibrated"]]
+    assert made
+    assert made[0]["calibration_reason"] == "first"
+    assert summary["calibrations"] == len(made) <= 2
+    for record in summary["publishes"]:
+        if record["verdict"] == "accepted":
+            assert set(record["flop_share"]) == {"int8_static", "int8_dynamic", "bf16"}
+            assert record["calibration_round"] in (1, 2)
+            assert record["drift_clipped_fraction"] is not None
+
+
 def test_light_actors_share_a_process(asynchronous):
     run, _ = asynchronous
     pids = json.loads((run.folder / "pids.json").read_text())
-    light = {pids[name][0] for name in ("dataset", "rewards", "advantages", "replay_buffer")}
+    light = {pids[name][0] for name in ("dataset", "rewards", "coordinator", "replay_buffer")}
     assert len(light) == 1
-    assert len({pids[name][0] for name in ("policy", "trainer", "ref_model", "quantizer")}) == 4
+    heavy = ("policy", "trainer", "ref_model", "quantizer", "stats_merger")
+    assert len({pids[name][0] for name in heavy}) == 5
 
 
 def test_synchronous_run(policy, tmp_path):

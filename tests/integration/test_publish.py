@@ -1,4 +1,5 @@
-"""Publishing for real: vLLM generator, Quantizer and store, one process each, a tiny tied Llama.
+"""Publishing for real: vLLM generator, two Quantizer replicas, merger, coordinator and store, each
+in processes of its own, on a tiny tied Llama.
 
 The tests build on each other: each starts from what the one before left serving.
 """
@@ -82,11 +83,14 @@ async def loop(tmp_path_factory):
             },
             sampling_params={"n": 2, "max_tokens": 16, "temperature": 1.0, "seed": 1},
         ),
-        Quantizer.options(mesh_name="quantizer", env=ONE_THREAD).as_service(
+        Quantizer.options(num_replicas=2, mesh_name="quantizer", env=ONE_THREAD).as_service(
             model_path=str(path), plan=PLAN
         ),
     )
     cfg = PTQConfig()
+    cfg.plan.default, cfg.plan.overrides = PLAN["default"], PLAN["overrides"]
+    cfg.calibration.rollouts, cfg.calibration.batch_tokens = 16, 64
+    cfg.drift.enabled = False  # random weights, few tokens
     cfg.probe.sequences, cfg.probe.min_sequences, cfg.sampler.probe_fraction = 16, 8, 0.5
     ptq = await PTQ.launch(
         cfg,
@@ -107,7 +111,15 @@ async def test_accepted(loop):
     verdict = await loop.ptq.publish(1)
     assert verdict.outcome == "accepted", verdict.reason
     assert verdict.scheme == "bf16:2 int8_dynamic:10 int8_static:2"
-    assert verdict.calibrated
+    assert (verdict.calibrated, verdict.calibration_reason) == (True, "first")
+    assert verdict.calibration_tokens == 16 * (6 + 16)
+    assert 1 <= len(verdict.contributors) <= 2
+    assert verdict.dropped == ()
+    assert sum(verdict.flop_share.values()) == pytest.approx(1.0)
+    # Of a layer's weights: q, o 64 x 64, k, v 32 x 64, gate, up, down 128 x 64.
+    assert verdict.flop_share["int8_static"] == pytest.approx(1 / 9)
+    assert 0 <= verdict.drift_clipped_fraction < 1
+    assert verdict.drift_layer.endswith("o_proj")
     assert 0 < verdict.kl < 0.03
     assert verdict.ci[0] <= verdict.perplexity_rise <= verdict.ci[1]
     assert verdict.probe_sequences == 16
@@ -168,8 +180,8 @@ async def test_the_next_good_version_is_quantized_again(loop):
 
 
 async def kill_in(loop, monkeypatch, phase: str, handle: Any) -> int:
-    """Arrange that the process behind handle is killed when the next publish enters phase."""
-    (pid,) = await runtime.pids(handle)
+    """Arrange that the first process behind handle is killed when the next publish enters phase."""
+    pid = (await runtime.pids(handle))[0]
     original = getattr(loop.ptq._publisher, phase)
 
     async def killing(*args: Any) -> None:
@@ -181,19 +193,16 @@ async def kill_in(loop, monkeypatch, phase: str, handle: Any) -> int:
     return pid
 
 
-async def test_quantizer_killed_in_the_middle(loop, monkeypatch):
-    before = await loop.greedy()
-    await loop.push(5)
-    pid = await kill_in(loop, monkeypatch, "probe", loop.quantizer)
-    verdict = await loop.ptq.publish(5)
-    assert verdict.outcome == "kept"
-    assert "probe failed" in verdict.reason
-    assert await loop.greedy() == before
-    assert await runtime.pids(loop.quantizer) != [pid]
-    await loop.push(6)
-    verdict = await loop.ptq.publish(6)
+@pytest.mark.parametrize(("version", "phase"), [(5, "quantize"), (6, "probe")])
+async def test_a_quantizer_that_is_killed_is_made_up_for(loop, monkeypatch, version, phase):
+    await loop.push(version)
+    pid = await kill_in(loop, monkeypatch, phase, loop.quantizer)
+    verdict = await loop.ptq.publish(version)
     assert verdict.outcome == "accepted", verdict.reason
-    assert verdict.calibrated  # the ranges died with the old process
+    assert verdict.calibration_round == 1  # the scales outlive who measured them
+    assert not verdict.calibrated
+    assert {entry[2:] for entry in await loop.greedy()} == {(version, verdict.artifact_id)}
+    assert pid not in await runtime.pids(loop.quantizer)
 
 
 async def test_generator_killed_in_the_middle_comes_back_with_what_was_committed(loop, monkeypatch):

@@ -1,11 +1,10 @@
 """PTQ's decisions in interleavings that real generators reach only by luck.
 
-The store is real. The generator and the quantizer are small doubles with the same endpoints whose
-failures are set by hand; test_publish.py runs the same facade on the real ones.
+The store is real. The generator and the fleet of quantizers are small doubles with the same calls,
+whose failures are set by hand; test_publish.py runs the same facade on the real ones.
 """
 
 import asyncio
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,12 +13,12 @@ import pytest_asyncio
 import torch
 
 from forge_ptq import runtime, store
-from forge_ptq.artifact import ArtifactRef, QuantizedArtifact
+from forge_ptq.artifact import ArtifactRef
 from forge_ptq.config import PTQConfig
-from forge_ptq.engine.types import CommitReport, ProbeScore
-from forge_ptq.numerics.schemes import get_scheme
+from forge_ptq.numerics.drift import Drift
+from forge_ptq.services.fleet import CalibrationError
 from forge_ptq.services.ptq import PTQ
-from forge_ptq.services.quantizer import QuantizerStatus
+from tests.integration.publish_doubles import FakeFleet, Generators, episodes
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -42,164 +41,14 @@ async def clean_store(running_store):
         await store.drop_weights(version)
 
 
-@dataclass
-class Replica:
-    """One generator: two slots and a list of endpoints that fail, hang or die, by call count."""
-
-    live: str | None = None
-    idle: str | None = None
-    layers: dict[str, str] = field(default_factory=dict)
-    faults: dict[str, Any] = field(default_factory=dict)
-    calls: list[str] = field(default_factory=list)
-    kl: float = 0.01
-
-    async def call(self, name: str, *args: Any) -> Any:
-        self.calls.append(name)
-        fault = self.faults.get(name)
-        if callable(fault):
-            fault = fault()
-        if fault == "hang":
-            await asyncio.sleep(60)
-        if fault == "die":  # comes back serving what the store's pointer names
-            committed = await store.get_committed()
-            self.live, self.idle = (committed.artifact_id if committed else None), None
-            return None
-        if fault == "die early":  # it had read the pointer before that moved
-            self.idle = None
-            return None
-        if isinstance(fault, Exception):
-            raise fault
-        return await getattr(self, name)(*args)
-
-    async def stage(self, ref: ArtifactRef) -> Any:
-        artifact = await store.get_artifact(ref)
-        self.idle, self.layers = ref.artifact_id, dict(artifact.manifest.layers)
-        return SimpleNamespace(bytes=1)
-
-    async def describe(self) -> dict[str, Any]:
-        slots = [
-            {"artifact_id": self.live, "state": "ready", "layers": {}},
-            {"artifact_id": self.idle, "state": "ready", "layers": self.layers},
-        ]
-        return {"live": 0, "staging": False, "slots": slots}
-
-    async def probe(self, sequences: list[Any]) -> list[ProbeScore]:
-        scores = []
-        for sequence in sequences:
-            count = len(sequence.token_ids) - sequence.response_start
-            assert sequence.reference_hidden.shape[0] == count
-            kl = self.kl if "bf16" not in set(self.layers.values()) else 0.001
-            scores.append(
-                ProbeScore(torch.zeros(count), torch.zeros(count), torch.full((count,), kl))
-            )
-        return scores
-
-    async def commit(self, artifact_id: str) -> CommitReport:
-        if self.idle != artifact_id:
-            raise RuntimeError(f"cannot commit {artifact_id}: the idle slot holds {self.idle}")
-        self.live, self.idle = self.idle, self.live
-        return CommitReport(artifact_id, 0, 0, 1e-6, 0.02, 0.01, 0)
-
-    async def discard(self) -> bool:
-        self.idle = None
-        return True
-
-
-class Generators:
-    """The service double: route to the first replica, fan out to all."""
-
-    def __init__(self, count: int = 1) -> None:
-        self.replicas = [Replica() for _ in range(count)]
-        for name in ("stage", "describe", "probe", "commit", "discard"):
-            setattr(self, name, self._endpoint(name))
-
-    def _endpoint(self, name: str) -> Any:
-        async def route(*args: Any) -> Any:
-            return await self.replicas[0].call(name, *args)
-
-        async def fanout(*args: Any) -> list[Any]:
-            results = await asyncio.gather(
-                *(replica.call(name, *args) for replica in self.replicas), return_exceptions=True
-            )
-            for result in results:
-                if isinstance(result, BaseException):
-                    raise result
-            return results
-
-        return SimpleNamespace(route=route, fanout=fanout)
-
-    @property
-    def live(self) -> list[str | None]:
-        return [replica.live for replica in self.replicas]
-
-
-class FakeQuantizer:
-    """The quantizer double: a one-layer artifact of whatever scheme is asked for."""
-
-    def __init__(self, scheme: str = "int8_dynamic") -> None:
-        self.scheme = scheme
-        self.log: list[Any] = []
-        self.faults: dict[str, Any] = {}
-        self.calibrated = False
-        for name in ("load", "calibrate", "quantize", "reference"):
-            setattr(self, name, SimpleNamespace(route=self._route(name)))
-
-    def _route(self, name: str) -> Any:
-        async def route(*args: Any) -> Any:
-            self.log.append((name, args))
-            if name in self.faults:
-                if self.faults[name] == "hang":
-                    await asyncio.sleep(60)
-                raise self.faults[name]
-            return await getattr(self, f"_{name}")(*args)
-
-        return route
-
-    def count(self, name: str) -> int:
-        return sum(entry[0] == name for entry in self.log)
-
-    async def _load(self, version: int) -> QuantizerStatus:
-        static = self.scheme == "int8_static"
-        return QuantizerStatus(version, static and not self.calibrated, {"a": self.scheme})
-
-    async def _calibrate(self, version: int, rollouts: list[Any]) -> None:
-        self.calibrated = True
-
-    async def _quantize(self, version: int, scheme: str | None, fault: str | None) -> ArtifactRef:
-        used = scheme or self.scheme
-        parts = get_scheme(used).quantize(torch.randn(4, 4), absmax=1.0)
-        artifact = QuantizedArtifact.build(
-            policy_version=version,
-            model="toy",
-            layers={"a": used},
-            tensors={f"a.{part}": tensor for part, tensor in parts.items()},
-        )
-        return await store.put_artifact(artifact)
-
-    async def _reference(self, version: int, rollouts: list[Any]) -> list[torch.Tensor]:
-        return [torch.zeros(len(r.token_ids) - r.response_start, 4) for r in rollouts]
-
-
-def episodes(groups: int) -> list[Any]:
-    return [
-        SimpleNamespace(
-            completion=SimpleNamespace(
-                prompt_ids=[group, 2], token_ids=[3, 4, 5], generator_version=0
-            ),
-            reward=1.0,
-            policy_version=0,
-        )
-        for group in range(groups)
-    ]
-
-
-async def launch(generators: Generators, quantizer: FakeQuantizer, offered: int = 40, **settings):
+async def launch(generators: Generators, fleet: FakeFleet, offered: int = 40, **settings):
     cfg = PTQConfig()
     cfg.probe.min_sequences, cfg.probe.sequences = 4, 8
+    cfg.plan.default, cfg.smoothing.enabled = fleet.scheme, False
     for key, value in settings.items():
         block, _, name = key.partition("__")
         setattr(getattr(cfg, block) if name else cfg, name or block, value)
-    ptq = await PTQ.launch(cfg, policy=generators, quantizer=quantizer)
+    ptq = await PTQ.attach(cfg, generators, fleet)
     await ptq.offer(episodes(offered))
     return ptq
 
@@ -211,7 +60,7 @@ async def committed_id() -> str | None:
 
 async def test_accepted_moves_pointer_and_every_replica():
     generators = Generators(2)
-    ptq = await launch(generators, FakeQuantizer())
+    ptq = await launch(generators, FakeFleet())
     verdict = await ptq.publish(1)
     assert (verdict.outcome, verdict.refused, verdict.probe_sequences) == ("accepted", False, 8)
     assert verdict.perplexity_rise == pytest.approx(0.01005, rel=1e-3)
@@ -222,13 +71,13 @@ async def test_accepted_moves_pointer_and_every_replica():
 
 
 async def test_too_few_probe_rollouts_cost_nothing():
-    generators, quantizer = Generators(), FakeQuantizer()
-    ptq = await launch(generators, quantizer, offered=4)
+    generators, fleet = Generators(), FakeFleet()
+    ptq = await launch(generators, fleet, offered=4)
     verdict = await ptq.publish(1)
     assert verdict.outcome == "kept"
     assert "not enough probe rollouts: have" in verdict.reason
     assert "need 4" in verdict.reason
-    assert quantizer.log == []
+    assert fleet.log == []
     assert {verdict.quantize_s, verdict.stage_s, verdict.pause_s, verdict.bytes} == {None}
     assert generators.replicas[0].calls == []
 
@@ -237,7 +86,7 @@ async def test_too_few_probe_rollouts_cost_nothing():
 async def test_must_serve_falls_back_to_bf16(offered):
     generators = Generators()
     generators.replicas[0].kl = 0.5
-    ptq = await launch(generators, FakeQuantizer(), offered=offered)
+    ptq = await launch(generators, FakeFleet(), offered=offered)
     verdict = await ptq.publish(1, must_serve=True)
     assert verdict.outcome == "fell_back"
     assert verdict.scheme == "bf16:1"
@@ -249,20 +98,20 @@ async def test_must_serve_falls_back_to_bf16(offered):
 
 
 async def test_on_reject_bf16_serves_the_same_version_and_reuses_the_reference():
-    generators, quantizer = Generators(), FakeQuantizer()
+    generators, fleet = Generators(), FakeFleet()
     generators.replicas[0].kl = 0.2
-    ptq = await launch(generators, quantizer, guard__on_reject="bf16")
+    ptq = await launch(generators, fleet, guard__on_reject="bf16")
     verdict = await ptq.publish(1)
     assert (verdict.outcome, verdict.refused) == ("fell_back", True)
-    assert quantizer.count("reference") == 1
+    assert fleet.count("reference") == 1
     generators.replicas[0].kl = 0.01
     assert (await ptq.publish(2)).outcome == "accepted"
-    assert quantizer.count("reference") == 2
+    assert fleet.count("reference") == 2
 
 
 async def test_refused_keeps_and_empties_the_idle_slot_and_the_store():
     generators = Generators()
-    ptq = await launch(generators, FakeQuantizer())
+    ptq = await launch(generators, FakeFleet())
     first = await ptq.publish(1)
     generators.replicas[0].kl = 0.2
     second = await ptq.publish(2)
@@ -276,14 +125,14 @@ async def test_refused_keeps_and_empties_the_idle_slot_and_the_store():
 
 
 @pytest.mark.parametrize("fault", [RuntimeError("boom"), "hang"])
-@pytest.mark.parametrize("phase", ["load", "quantize", "reference", "stage", "describe", "probe"])
+@pytest.mark.parametrize("phase", ["quantize", "reference", "stage", "describe", "probe"])
 async def test_any_phase_that_fails_or_hangs_keeps_what_serves(phase, fault):
-    generators, quantizer = Generators(2), FakeQuantizer()
-    ptq = await launch(generators, quantizer)
+    generators, fleet = Generators(2), FakeFleet()
+    ptq = await launch(generators, fleet)
     first = await ptq.publish(1)
     for limit in ("quantize_s", "stage_s", "probe_s", "commit_s"):
         setattr(ptq.cfg.deadlines, limit, 0.5 if fault == "hang" else 10.0)
-    target = quantizer if hasattr(quantizer, f"_{phase}") else generators.replicas[0]
+    target = fleet if hasattr(fleet, f"_{phase}") else generators.replicas[0]
     target.faults[phase] = fault
     second = await ptq.publish(2)
     assert second.outcome == "kept"
@@ -292,10 +141,7 @@ async def test_any_phase_that_fails_or_hangs_keeps_what_serves(phase, fault):
     assert not second.refused
     assert (second.probe_s, second.pause_s) == (None, None)
     assert generators.live == [first.artifact_id] * 2
-    assert all(replica.idle is None for replica in generators.replicas) or phase in (
-        "load",
-        "quantize",
-    )
+    assert all(replica.idle is None for replica in generators.replicas) or phase == "quantize"
     assert await committed_id() == first.artifact_id
     target.faults.clear()
     third = await ptq.publish(3)
@@ -306,7 +152,7 @@ async def test_any_phase_that_fails_or_hangs_keeps_what_serves(phase, fault):
 @pytest.mark.parametrize("phase", ["stage", "describe"])
 async def test_a_replica_that_dies_before_commit_keeps(phase):
     generators = Generators(2)
-    ptq = await launch(generators, FakeQuantizer())
+    ptq = await launch(generators, FakeFleet())
     first = await ptq.publish(1)
     generators.replicas[1].faults[phase] = "die"
     verdict = await ptq.publish(2)
@@ -318,7 +164,7 @@ async def test_a_replica_that_dies_before_commit_keeps(phase):
 @pytest.mark.parametrize("count", [1, 2])
 async def test_a_replica_that_dies_in_commit_comes_back_with_the_new_artifact(count):
     generators = Generators(count)
-    ptq = await launch(generators, FakeQuantizer())
+    ptq = await launch(generators, FakeFleet())
     await ptq.publish(1)
     generators.replicas[-1].faults["commit"] = "die"
     verdict = await ptq.publish(2)
@@ -329,7 +175,7 @@ async def test_a_replica_that_dies_in_commit_comes_back_with_the_new_artifact(co
 
 async def test_no_replica_flips_and_the_pointer_moves_back():
     generators = Generators(2)
-    ptq = await launch(generators, FakeQuantizer())
+    ptq = await launch(generators, FakeFleet())
     first = await ptq.publish(1)
     for replica in generators.replicas:
         replica.faults["commit"] = RuntimeError("not staged")
@@ -342,7 +188,7 @@ async def test_no_replica_flips_and_the_pointer_moves_back():
 
 async def test_every_replica_dies_in_commit_and_comes_back_with_the_old_artifact():
     generators = Generators(2)
-    ptq = await launch(generators, FakeQuantizer())
+    ptq = await launch(generators, FakeFleet())
     first = await ptq.publish(1)
     for replica in generators.replicas:
         replica.faults["commit"] = "die early"
@@ -357,7 +203,7 @@ async def test_every_replica_dies_in_commit_and_comes_back_with_the_old_artifact
 async def test_a_pointer_that_may_have_moved_names_a_stored_artifact(monkeypatch, failing):
     """The store takes the pointer and does not say so; then also not when it is moved back."""
     generators = Generators()
-    ptq = await launch(generators, FakeQuantizer())
+    ptq = await launch(generators, FakeFleet())
     first = await ptq.publish(1)
     real, calls = store.set_committed, []
 
@@ -384,7 +230,7 @@ async def test_a_pointer_that_may_have_moved_names_a_stored_artifact(monkeypatch
 
 async def test_moving_back_fails_after_no_replica_flipped(monkeypatch):
     generators = Generators()
-    ptq = await launch(generators, FakeQuantizer())
+    ptq = await launch(generators, FakeFleet())
     first = await ptq.publish(1)
     generators.replicas[0].faults["commit"] = RuntimeError("not staged")
     real = store.set_committed
@@ -404,7 +250,7 @@ async def test_moving_back_fails_after_no_replica_flipped(monkeypatch):
 
 
 async def test_nothing_is_deleted_while_the_pointer_cannot_be_read(monkeypatch):
-    ptq = await launch(Generators(), FakeQuantizer())
+    ptq = await launch(Generators(), FakeFleet())
     for version in (1, 2):
         await ptq.publish(version)
 
@@ -420,10 +266,10 @@ async def test_nothing_is_deleted_while_the_pointer_cannot_be_read(monkeypatch):
 
 
 async def test_what_a_late_quantizer_stores_goes_with_the_next_publish(monkeypatch):
-    generators, quantizer = Generators(), FakeQuantizer()
-    ptq = await launch(generators, quantizer, deadlines__quantize_s=0.3)
+    generators, fleet = Generators(), FakeFleet()
+    ptq = await launch(generators, fleet, deadlines__quantize_s=0.3)
     await ptq.publish(1)
-    real, late = quantizer._quantize, []
+    real, late = fleet._quantize, []
 
     async def slow(*args: Any) -> ArtifactRef:
         async def work() -> None:
@@ -434,7 +280,7 @@ async def test_what_a_late_quantizer_stores_goes_with_the_next_publish(monkeypat
         await asyncio.sleep(60)
         raise AssertionError("the deadline comes first")
 
-    monkeypatch.setattr(quantizer, "_quantize", slow)
+    monkeypatch.setattr(fleet, "_quantize", slow)
     verdict = await ptq.publish(2)
     assert "no answer to quantize" in verdict.reason
     await asyncio.wait_for(late[0], 10)
@@ -448,7 +294,7 @@ async def test_what_a_late_quantizer_stores_goes_with_the_next_publish(monkeypat
 
 async def test_nobody_answers_after_the_flip_and_the_pointer_decides():
     generators = Generators()
-    ptq = await launch(generators, FakeQuantizer(), deadlines__stage_s=0.5, deadlines__commit_s=0.5)
+    ptq = await launch(generators, FakeFleet(), deadlines__stage_s=0.5, deadlines__commit_s=0.5)
     await ptq.publish(1)
     replica = generators.replicas[0]
 
@@ -465,7 +311,7 @@ async def test_nobody_answers_after_the_flip_and_the_pointer_decides():
 async def test_a_replica_left_behind_is_brought_along():
     # It came back between stage and commit: its idle slot is empty, the other one has flipped.
     generators = Generators(2)
-    ptq = await launch(generators, FakeQuantizer())
+    ptq = await launch(generators, FakeFleet())
     await ptq.publish(1)
     lagging = generators.replicas[1]
 
@@ -482,7 +328,7 @@ async def test_a_replica_left_behind_is_brought_along():
 
 async def test_an_engine_that_runs_another_scheme_is_refused(monkeypatch):
     generators = Generators()
-    ptq = await launch(generators, FakeQuantizer())
+    ptq = await launch(generators, FakeFleet())
     real = generators.replicas[0].describe
 
     async def lying() -> dict[str, Any]:
@@ -498,46 +344,129 @@ async def test_an_engine_that_runs_another_scheme_is_refused(monkeypatch):
 
 
 async def test_older_versions_and_closed_publishers_do_nothing():
-    generators, quantizer = Generators(), FakeQuantizer()
-    ptq = await launch(generators, quantizer)
+    generators, fleet = Generators(), FakeFleet()
+    ptq = await launch(generators, fleet)
     await ptq.publish(5)
-    before = len(quantizer.log)
+    before = len(fleet.log)
     assert (await ptq.publish(4)).reason == "version 5 serves already"
     await ptq.close()
     assert (await ptq.publish(6)).reason == "PTQ is closed"
-    assert len(quantizer.log) == before
+    assert len(fleet.log) == before
 
 
 async def test_publishes_take_turns():
-    generators, quantizer = Generators(), FakeQuantizer()
-    ptq = await launch(generators, quantizer)
+    generators, fleet = Generators(), FakeFleet()
+    ptq = await launch(generators, fleet)
     verdicts = await asyncio.gather(*(ptq.publish(version) for version in (1, 2, 3)))
     assert [v.outcome for v in verdicts] == ["accepted"] * 3
-    assert [args[0] for name, args in quantizer.log if name == "load"] == [1, 2, 3]
+    assert [args[0] for name, args in fleet.log if name == "quantize"] == [1, 2, 3]
     assert generators.live == [verdicts[2].artifact_id]
     assert list(ptq.verdicts) == verdicts
 
 
-async def test_calibration_period_and_after_a_respawn():
-    quantizer = FakeQuantizer("int8_static")
-    ptq = await launch(Generators(), quantizer, calibrate_every=2)
-    calibrated = [(await ptq.publish(version)).calibrated for version in range(1, 6)]
-    assert calibrated == [True, False, True, False, True]
-    quantizer.calibrated = False
-    assert (await ptq.publish(6)).calibrated
+async def test_calibration_period_counts_trainer_steps():
+    fleet = FakeFleet("int8_static")
+    ptq = await launch(Generators(), fleet, calibrate_every=4, calibration__rollouts=8)
+    verdicts = [await ptq.publish(version) for version in (1, 3, 5, 6, 10)]
+    assert [v.calibrated for v in verdicts] == [True, False, True, False, True]
+    assert [v.calibration_reason for v in verdicts] == ["first", "", "period", "", "period"]
+    assert [v.calibration_round for v in verdicts] == [1, 1, 2, 2, 3]
+    assert [v.calibration_version for v in verdicts] == [1, 1, 5, 5, 10]
+    assert verdicts[1].calibrate_s is None
+    assert verdicts[0].calibrate_s > 0
+    last = verdicts[-1]
+    assert (last.contributors, last.dropped) == (("host:1", "host:2"), ("host:3: NaN",))
+    assert (last.calibration_tokens, last.flop_share) == (8, {"int8_static": 1.0})
+
+
+async def test_drift_makes_the_next_publish_calibrate():
+    fleet = FakeFleet("int8_static")
+    ptq = await launch(Generators(), fleet, calibration__rollouts=8, drift__min_steps=2)
+    assert (await ptq.publish(1)).drift_exceeded is None
+    fleet.drift = Drift(0.25, 0.3, 2.0)
+    drifted = await ptq.publish(3)
+    assert (drifted.outcome, drifted.calibrated) == ("accepted", False)
+    numbers = (
+        drifted.drift_clipped_fraction, drifted.drift_js_distance, drifted.drift_absmax_ratio,
+    )  # fmt: skip
+    assert numbers == (0.25, 0.3, 2.0)
+    assert drifted.drift_layer == "a"
+    fleet.drift = Drift(0.0, 0.01, 1.0)
+    again = await ptq.publish(4)
+    assert again.calibrated
+    assert again.calibration_reason == f"drift: {drifted.drift_exceeded}"
+    assert not (await ptq.publish(6)).calibrated
+
+
+async def test_a_refused_candidate_is_calibrated_anew_unless_it_was_corrupted_on_purpose():
+    generators, fleet = Generators(), FakeFleet("int8_static")
+    ptq = await launch(generators, fleet, calibration__rollouts=8, drift__min_steps=1)
+    assert (await ptq.publish(1)).calibrated
+    generators.replicas[0].kl = 0.2
+    ptq._inject = SimpleNamespace(step=2, fault="corrupt_scales")
+    assert (await ptq.publish(2)).refused
+    third = await ptq.publish(3)
+    assert (third.refused, third.calibrated) == (True, False)
+    generators.replicas[0].kl = 0.01
+    fourth = await ptq.publish(4)
+    assert (fourth.outcome, fourth.calibration_reason) == ("accepted", "refused")
+    assert not (await ptq.publish(6)).calibrated
+
+
+@pytest.mark.parametrize("fault", [CalibrationError("2 of 4 shares are missing"), "hang"])
+@pytest.mark.parametrize("earlier", [False, True])
+async def test_a_calibration_that_misses_its_quorum_is_served_in_bf16(fault, earlier):
+    generators, fleet = Generators(), FakeFleet("int8_static")
+    ptq = await launch(generators, fleet, calibrate_every=1, calibration__rollouts=8)
+    if earlier:
+        assert (await ptq.publish(1)).calibrated
+    ptq.cfg.deadlines.calibrate_s = 0.5
+    fleet.faults["calibrate"] = fault
+    verdict = await ptq.publish(2)
+    assert (verdict.outcome, verdict.refused) == ("fell_back", False)
+    why = "no answer to calibrate within 0.5 s" if fault == "hang" else "2 of 4 shares are missing"
+    assert verdict.reason.startswith(f"calibrate failed: {why}; then in bf16: ")
+    assert (verdict.calibrated, verdict.calibration_failed) == (False, True)
+    assert verdict.scheme == "bf16:1"
+    assert verdict.calibration_round is None
+    assert generators.live == [verdict.artifact_id]
+    fleet.faults.clear()
+    after = await ptq.publish(3)
+    assert (after.outcome, after.calibrated, after.calibration_failed) == ("accepted", True, False)
+
+
+async def test_a_calibration_that_fails_otherwise_keeps():
+    generators, fleet = Generators(), FakeFleet("int8_static")
+    ptq = await launch(generators, fleet, calibration__rollouts=8)
+    fleet.faults["calibrate"] = store.StoreError("get policy_ver_1: no answer")
+    verdict = await ptq.publish(1)
+    assert verdict.outcome == "kept"
+    assert "calibrate failed: StoreError: get policy_ver_1" in verdict.reason
+    assert generators.replicas[0].calls == []
+
+
+async def test_too_few_rollouts_to_calibrate_cost_nothing():
+    generators, fleet = Generators(), FakeFleet("int8_static")
+    ptq = await launch(generators, fleet, calibration__rollouts=400)
+    verdict = await ptq.publish(1)
+    assert verdict.outcome == "kept"
+    assert "not enough calibration rollouts: have" in verdict.reason
+    assert (fleet.log, generators.replicas[0].calls) == ([], [])
+    served = await ptq.publish(1, must_serve=True)
+    assert served.outcome == "fell_back"
 
 
 async def test_quantization_off_serves_bf16_unprobed():
-    generators, quantizer = Generators(), FakeQuantizer()
-    ptq = await launch(generators, quantizer, offered=0, enabled=False)
+    generators, fleet = Generators(), FakeFleet()
+    ptq = await launch(generators, fleet, offered=0, enabled=False)
     verdict = await ptq.publish(1)
     assert (verdict.outcome, verdict.scheme) == ("accepted", "bf16:1")
-    assert quantizer.count("reference") == 0
+    assert fleet.count("reference") == 0
 
 
 async def test_retention_keeps_what_serves_and_the_one_before():
     generators = Generators()
-    ptq = await launch(generators, FakeQuantizer())
+    ptq = await launch(generators, FakeFleet())
     refs = []
     for version in range(1, 6):
         await store.put_weights(version, {"w": torch.ones(1)})
@@ -553,27 +482,27 @@ async def test_retention_keeps_what_serves_and_the_one_before():
 
 async def test_a_new_publisher_knows_what_serves():
     generators = Generators()
-    await (await launch(generators, FakeQuantizer())).publish(7)
-    ptq = await launch(generators, FakeQuantizer())
+    await (await launch(generators, FakeFleet())).publish(7)
+    ptq = await launch(generators, FakeFleet())
     assert (await ptq.publish(6)).reason == "version 7 serves already"
 
 
 async def test_injected_fault_reaches_only_its_version():
-    quantizer = FakeQuantizer()
+    fleet = FakeFleet()
     cfg = PTQConfig()
-    cfg.probe.min_sequences = 4
+    cfg.probe.min_sequences, cfg.smoothing.enabled = 4, False
     inject = SimpleNamespace(step=2, fault="corrupt_scales")
-    ptq = await PTQ.launch(cfg, policy=Generators(), quantizer=quantizer, inject=inject)
+    ptq = await PTQ.attach(cfg, Generators(), fleet, inject)
     await ptq.offer(episodes(40))
     for version in (1, 2, 3):
         await ptq.publish(version)
-    faults = [args[2] for name, args in quantizer.log if name == "quantize"]
+    faults = [args[2] for name, args in fleet.log if name == "quantize"]
     assert faults == [None, "corrupt_scales", None]
 
 
 async def test_cancelling_a_publish_empties_the_idle_slot():
     generators = Generators()
-    ptq = await launch(generators, FakeQuantizer(), deadlines__probe_s=30.0)
+    ptq = await launch(generators, FakeFleet(), deadlines__probe_s=30.0)
     generators.replicas[0].faults["probe"] = "hang"
     task = asyncio.create_task(ptq.publish(1))
     await asyncio.wait({task}, timeout=1.0)

@@ -11,7 +11,7 @@ from forge_ptq.observe.names import BY_NAME, METRICS, markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 # Calls whose names only exist at run time, by file; what they record is checked by hand below.
-DYNAMIC = {"forge_ptq/runtime/own/tracer.py", "forge_ptq/services/ptq.py"}
+DYNAMIC = {"forge_ptq/runtime/own/tracer.py", "forge_ptq/services/publish_metrics.py"}
 
 
 def recorded() -> Iterator[tuple[str, str, str]]:
@@ -50,11 +50,13 @@ def test_what_is_recorded_is_listed_with_the_same_reduction() -> None:
 
 
 def test_verdicts_are_listed() -> None:
-    source = (ROOT / "forge_ptq/services/ptq.py").read_text()
-    found = re.findall(r'\("(\w+)", (?:float\()?verdict\.[^\n]*Reduce\.(\w+)\)', source)
-    assert len(found) > 10
-    for name, reduction in found:
-        assert BY_NAME[f"ptq/publish/{name}"].reduction == reduction.lower()
+    source = (ROOT / "forge_ptq/services/publish_metrics.py").read_text()
+    found = {
+        f"ptq/{name}": reduction.lower()
+        for name, reduction in re.findall(r'\("([a-z0-9_/]+)", [^\n]*Reduce\.(\w+)\)', source)
+    }
+    listed = {m.name: m.reduction for m in METRICS if m.name.startswith("ptq/")}
+    assert found == listed
 
 
 def test_names_are_unique_and_documented() -> None:

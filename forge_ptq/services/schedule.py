@@ -1,0 +1,147 @@
+"""When scales are made anew, and on which rollouts. Between calibrations scales stay frozen, so
+that an unchanged weight keeps its int8 code.
+
+    due(version, live)       why to calibrate now and on what, or None:
+        first                there is no calibration yet
+        period               calibrate_every trainer steps have passed since the last one
+        drift                a static layer's input had moved too far at the last publish
+        refused              the gate refused the last candidate made with these scales
+        more rollouts        the last one was made while the pool was short
+    calibrated(live, due)    it was made
+    watch(drifts, live)      what the last reference forward says about the live scales
+    refused()                what the gate said
+
+The age of a calibration is a difference of policy versions, which count trainer steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from forge_ptq.numerics.calibration import Calibration
+from forge_ptq.numerics.drift import Drift, Thresholds, exceeded, worst
+from forge_ptq.numerics.plan import group_of
+from forge_ptq.services.replicas import PublishError
+from forge_ptq.services.sampler import Rollout, RolloutSampler
+
+LEAST_SHARE = 0.25
+"""Of the rollouts asked for: with fewer at hand there is no calibration."""
+
+MORE_ROLLOUTS = "more rollouts"
+
+
+@dataclass(frozen=True)
+class Due:
+    """A calibration to be made."""
+
+    reason: str
+    rollouts: list[Rollout]
+    """To measure the inputs on."""
+    plan_rollouts: list[Rollout]
+    """To measure plans on; empty for a fixed plan."""
+
+
+@dataclass(frozen=True)
+class DriftReport:
+    """The static layers' inputs against the statistics behind the live scales, worst of all."""
+
+    clipped_fraction: float
+    js_distance: float
+    absmax_ratio: float
+    layer: str
+    """Where the clipped fraction is largest; among equals, where the absmax ratio is."""
+    exceeded: str | None
+    """The threshold passed, with layer and numbers; None while all is well."""
+
+
+class Schedule:
+    """See the module's docstring. cfg: config.PTQConfig."""
+
+    def __init__(self, cfg: Any, sampler: RolloutSampler) -> None:
+        self.cfg = cfg
+        self.sampler = sampler
+        self.needed: bool = cfg.needs_calibration()
+        self._auto = cfg.plan.mode == "auto"
+        self._drifted: str | None = None
+        self._refused = False
+        self._short_round: int | None = None
+
+    def due(self, version: int, live: Calibration | None) -> Due | None:
+        """The calibration to make before version is quantized, or None.
+
+        PublishError if there is none yet and too few rollouts for one. A later one that lacks
+        rollouts waits for them: the scales there are go on.
+        """
+        reason = self._reason(version, live)
+        if reason is None:
+            return None
+        limit = self.cfg.probe.max_tokens
+        rollouts = self.sampler.calibration(self.cfg.calibration.rollouts, limit)
+        plan = self.sampler.plan(self.cfg.plan.rollouts, limit) if self._auto else []
+        parts = [("calibration", rollouts, self.cfg.calibration.rollouts)]
+        if self._auto:
+            parts.append(("plan", plan, self.cfg.plan.rollouts))
+        short = [(name, len(have), want) for name, have, want in parts if len(have) < want]
+        if reason == MORE_ROLLOUTS and short:
+            return None
+        for name, have, want in short:
+            if have < (need := math.ceil(LEAST_SHARE * want)):
+                if live is not None:
+                    return None
+                raise PublishError(f"not enough {name} rollouts: have {have}, need {need}")
+        return Due(reason, rollouts, plan)
+
+    def _reason(self, version: int, live: Calibration | None) -> str | None:
+        if not self.needed:
+            return None
+        if live is None:
+            return "first"
+        age = version - live.policy_version
+        if age >= self.cfg.calibrate_every:
+            return "period"
+        settled = age >= self.cfg.drift.min_steps
+        if self._drifted and self.cfg.drift.enabled and settled:
+            return f"drift: {self._drifted}"
+        if self._refused and settled:
+            return "refused"
+        return MORE_ROLLOUTS if self._short_round == live.round else None
+
+    def calibrated(self, live: Calibration, due: Due) -> None:
+        """The calibration that was due was made."""
+        self._drifted, self._refused = None, False
+        short = len(due.rollouts) < self.cfg.calibration.rollouts
+        short |= self._auto and len(due.plan_rollouts) < self.cfg.plan.rollouts
+        self._short_round = live.round if short else None
+
+    def refused(self) -> None:
+        """A candidate made with the live scales did not pass the gate."""
+        self._refused = True
+
+    def watch(self, drifts: Mapping[str, Drift], live: Calibration | None) -> DriftReport | None:
+        """Take in what was measured; None where there is nothing to compare."""
+        if live is None:
+            return None
+        static = {
+            site: drift
+            for site, drift in drifts.items()
+            if any(live.layers.get(member) == "int8_static" for member in group_of(site))
+        }
+        if not static:
+            return None
+        limits = self.cfg.drift
+        thresholds = Thresholds(
+            limits.max_clipped_fraction, limits.max_js_distance, limits.max_absmax_ratio
+        )
+        self._drifted = exceeded(static, thresholds)
+        of_all = worst(static)
+        most = max(static, key=lambda s: (static[s].clipped_fraction, static[s].absmax_ratio))
+        return DriftReport(
+            clipped_fraction=of_all.clipped_fraction,
+            js_distance=of_all.js_distance,
+            absmax_ratio=of_all.absmax_ratio,
+            layer=most,
+            exceeded=self._drifted,
+        )

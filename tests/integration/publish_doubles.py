@@ -1,0 +1,175 @@
+"""Doubles of a generator service and of a fleet of quantizers, whose failures are set by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from forge_ptq import store
+from forge_ptq.artifact import ArtifactRef, QuantizedArtifact
+from forge_ptq.engine.types import CommitReport, ProbeScore
+from forge_ptq.numerics.calibration import Calibration
+from forge_ptq.numerics.drift import Drift
+from forge_ptq.numerics.schemes import get_scheme
+
+
+@dataclass
+class Replica:
+    """One generator: two slots and a list of endpoints that fail, hang or die, by call count."""
+
+    live: str | None = None
+    idle: str | None = None
+    layers: dict[str, str] = field(default_factory=dict)
+    faults: dict[str, Any] = field(default_factory=dict)
+    calls: list[str] = field(default_factory=list)
+    kl: float = 0.01
+
+    async def call(self, name: str, *args: Any) -> Any:
+        self.calls.append(name)
+        fault = self.faults.get(name)
+        if callable(fault):
+            fault = fault()
+        if fault == "hang":
+            await asyncio.sleep(60)
+        if fault == "die":  # comes back serving what the store's pointer names
+            committed = await store.get_committed()
+            self.live, self.idle = (committed.artifact_id if committed else None), None
+            return None
+        if fault == "die early":  # it had read the pointer before that moved
+            self.idle = None
+            return None
+        if isinstance(fault, Exception):
+            raise fault
+        return await getattr(self, name)(*args)
+
+    async def stage(self, ref: ArtifactRef) -> Any:
+        artifact = await store.get_artifact(ref)
+        self.idle, self.layers = ref.artifact_id, dict(artifact.manifest.layers)
+        return SimpleNamespace(bytes=1)
+
+    async def describe(self) -> dict[str, Any]:
+        slots = [
+            {"artifact_id": self.live, "state": "ready", "layers": {}},
+            {"artifact_id": self.idle, "state": "ready", "layers": self.layers},
+        ]
+        return {"live": 0, "staging": False, "slots": slots}
+
+    async def probe(self, sequences: list[Any]) -> list[ProbeScore]:
+        scores = []
+        for sequence in sequences:
+            count = len(sequence.token_ids) - sequence.response_start
+            assert sequence.reference_hidden.shape[0] == count
+            kl = self.kl if "bf16" not in set(self.layers.values()) else 0.001
+            scores.append(
+                ProbeScore(torch.zeros(count), torch.zeros(count), torch.full((count,), kl))
+            )
+        return scores
+
+    async def commit(self, artifact_id: str) -> CommitReport:
+        if self.idle != artifact_id:
+            raise RuntimeError(f"cannot commit {artifact_id}: the idle slot holds {self.idle}")
+        self.live, self.idle = self.idle, self.live
+        return CommitReport(artifact_id, 0, 0, 1e-6, 0.02, 0.01, 0)
+
+    async def discard(self) -> bool:
+        self.idle = None
+        return True
+
+
+class Generators:
+    """The service double: route to the first replica, fan out to all."""
+
+    def __init__(self, count: int = 1) -> None:
+        self.replicas = [Replica() for _ in range(count)]
+        for name in ("stage", "describe", "probe", "commit", "discard"):
+            setattr(self, name, self._endpoint(name))
+
+    def _endpoint(self, name: str) -> Any:
+        async def route(*args: Any) -> Any:
+            return await self.replicas[0].call(name, *args)
+
+        async def fanout(*args: Any) -> list[Any]:
+            results = await asyncio.gather(
+                *(replica.call(name, *args) for replica in self.replicas), return_exceptions=True
+            )
+            for result in results:
+                if isinstance(result, BaseException):
+                    raise result
+            return results
+
+        return SimpleNamespace(route=route, fanout=fanout)
+
+    @property
+    def live(self) -> list[str | None]:
+        return [replica.live for replica in self.replicas]
+
+
+class FakeFleet:
+    """The fleet's double: a one-layer artifact of whatever scheme is asked for."""
+
+    def __init__(self, scheme: str = "int8_dynamic") -> None:
+        self.scheme = scheme
+        self.log: list[Any] = []
+        self.faults: dict[str, Any] = {}
+        self.calibration: Calibration | None = None
+        self.last_drift: dict[str, Drift] = {}
+        self.drift = Drift(0.0, 0.01, 1.0)
+        for name in ("calibrate", "quantize", "reference"):
+            setattr(self, name, self._call(name))
+
+    def _call(self, name: str) -> Any:
+        async def call(*args: Any) -> Any:
+            self.log.append((name, args))
+            if name in self.faults:
+                if self.faults[name] == "hang":
+                    await asyncio.sleep(60)
+                raise self.faults[name]
+            return await getattr(self, f"_{name}")(*args)
+
+        return call
+
+    async def close(self) -> None:
+        """Nothing runs in the background here."""
+
+    def count(self, name: str) -> int:
+        return sum(entry[0] == name for entry in self.log)
+
+    async def _calibrate(self, version: int, rollouts: list[Any], plan: list[Any]) -> Calibration:
+        before = self.calibration.round if self.calibration else 0
+        self.calibration = Calibration(
+            before + 1, version, {"a": self.scheme}, {"a": 1.0}, tokens=len(rollouts),
+            contributors=("host:1", "host:2"), dropped=("host:3: NaN",),
+        )  # fmt: skip
+        return self.calibration
+
+    async def _quantize(self, version: int, scheme: str | None, fault: str | None) -> ArtifactRef:
+        used = scheme or self.scheme
+        parts = get_scheme(used).quantize(torch.randn(4, 4), absmax=1.0)
+        artifact = QuantizedArtifact.build(
+            policy_version=version,
+            model="toy",
+            layers={"a": used},
+            tensors={f"a.{part}": tensor for part, tensor in parts.items()},
+        )
+        return await store.put_artifact(artifact)
+
+    async def _reference(self, version: int, rollouts: list[Any]) -> list[torch.Tensor]:
+        self.last_drift = {"a": self.drift} if self.calibration else {}
+        return [torch.zeros(len(r.token_ids) - r.response_start, 4) for r in rollouts]
+
+
+def episodes(groups: int) -> list[Any]:
+    return [
+        SimpleNamespace(
+            completion=SimpleNamespace(
+                prompt_ids=[group, 2], token_ids=[3, 4, 5], generator_version=0
+            ),
+            reward=1.0,
+            policy_version=0,
+        )
+        for group in range(groups)
+    ]

@@ -1,0 +1,184 @@
+"""When scales are made anew: first, by period, on drift, and when the first ones were rushed."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from forge_ptq.artifact import Manifest, TensorSpec
+from forge_ptq.config import PTQConfig
+from forge_ptq.numerics.calibration import Calibration
+from forge_ptq.numerics.drift import Drift
+from forge_ptq.services.candidate import flop_share
+from forge_ptq.services.replicas import PublishError
+from forge_ptq.services.sampler import RolloutSampler
+from forge_ptq.services.schedule import Due, Schedule
+
+LAYERS = {
+    "l.q_proj": "int8_static", "l.k_proj": "int8_static", "l.v_proj": "int8_static",
+    "l.o_proj": "int8_dynamic", "l.down_proj": "bf16",
+}  # fmt: skip
+CALM = Drift(0.0, 0.01, 1.0)
+
+
+def episodes(count: int, version: int = 0) -> list[Any]:
+    """One group each, so that they spread over the sides."""
+    return [
+        SimpleNamespace(
+            completion=SimpleNamespace(prompt_ids=[i, 7], token_ids=[1, 2], generator_version=0),
+            reward=1.0,
+            policy_version=version,
+        )
+        for i in range(count)
+    ]
+
+
+def schedule(offered: int = 200, **settings: Any) -> Schedule:
+    cfg = PTQConfig()
+    cfg.plan.default, cfg.calibrate_every = "int8_static", 10
+    cfg.calibration.rollouts, cfg.plan.rollouts = 40, 12
+    for key, value in settings.items():
+        block, _, name = key.partition("__")
+        setattr(getattr(cfg, block) if name else cfg, name or block, value)
+    auto = cfg.plan.mode == "auto"
+    sampler = RolloutSampler(400, probe_fraction=0.3, plan_fraction=0.3 if auto else 0.0)
+    sampler.offer(episodes(offered))
+    return Schedule(cfg, sampler)
+
+
+def live(round_: int = 1, version: int = 1) -> Calibration:
+    return Calibration(round_, version, LAYERS, {})
+
+
+def reason(plan: Schedule, version: int, calibration: Calibration | None) -> str | None:
+    due = plan.due(version, calibration)
+    return due.reason if due else None
+
+
+def first(plan: Schedule) -> Due:
+    due = plan.due(1, None)
+    assert due is not None
+    return due
+
+
+def test_first_then_by_trainer_steps_whatever_was_published() -> None:
+    plan = schedule()
+    due = plan.due(3, None)
+    assert due is not None
+    assert (due.reason, len(due.rollouts), due.plan_rollouts) == ("first", 40, [])
+    plan.calibrated(live(1, 3), due)
+    assert [reason(plan, v, live(1, 3)) for v in (4, 12, 13, 40)] == [
+        None,
+        None,
+        "period",
+        "period",
+    ]
+
+
+def test_a_plan_that_needs_no_scales_is_never_calibrated() -> None:
+    for settings in (
+        {"plan__default": "int8_dynamic", "smoothing__enabled": False},
+        {"plan__default": "bf16"},
+    ):
+        assert reason(schedule(**settings), 1, None) is None
+
+
+def test_auto_draws_two_sets_that_do_not_overlap() -> None:
+    plan = schedule(offered=400, plan__mode="auto")
+    due = plan.due(1, None)
+    assert due is not None
+    assert (len(due.rollouts), len(due.plan_rollouts)) == (40, 12)
+    assert not {r.group for r in due.rollouts} & {r.group for r in due.plan_rollouts}
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"offered": 6}, r"not enough calibration rollouts: have \d, need 10"),
+        ({"offered": 200, "plan__mode": "auto", "plan__rollouts": 400}, "not enough plan rollouts"),
+    ],
+)
+def test_too_few_rollouts_are_an_error_only_while_there_are_no_scales(settings, match) -> None:
+    plan = schedule(**settings)
+    with pytest.raises(PublishError, match=match):
+        plan.due(1, None)
+    assert plan.due(100, live()) is None
+
+
+def test_scales_made_on_few_rollouts_are_made_again_once_there_are_all() -> None:
+    plan = schedule(offered=30)
+    due = plan.due(1, None)
+    assert due is not None
+    assert 10 <= len(due.rollouts) < 40
+    plan.calibrated(live(), due)
+    assert reason(plan, 2, live()) is None
+    plan.sampler.offer(episodes(200, version=1))
+    again = plan.due(3, live())
+    assert again is not None
+    assert (again.reason, len(again.rollouts)) == ("more rollouts", 40)
+    plan.calibrated(live(2, 3), again)
+    assert reason(plan, 4, live(2, 3)) is None
+
+
+@pytest.mark.parametrize(
+    "drift", [Drift(0.02, 0.01, 1.0), Drift(0.0, 0.5, 1.0), Drift(0.0, 0.01, 9.0)]
+)
+def test_drift_of_a_static_layer_calibrates_early(drift: Drift) -> None:
+    plan = schedule()
+    plan.calibrated(live(), first(plan))
+    report = plan.watch({"l.q_proj": drift, "l.o_proj": CALM}, live())
+    assert report is not None
+    assert report.layer == "l.q_proj"
+    assert report.exceeded
+    assert "l.q_proj" in report.exceeded
+    # Not at once: a threshold that noise passes must not make every publish a calibration.
+    assert [reason(plan, v, live()) for v in (2, 5)] == [None, None]
+    assert reason(plan, 6, live()) == f"drift: {report.exceeded}"
+    assert reason(schedule(drift__enabled=False), 6, live()) is None
+
+
+def test_drift_that_passes_is_forgotten() -> None:
+    plan = schedule()
+    plan.watch({"l.q_proj": Drift(0.02, 0.01, 1.0)}, live())
+    plan.watch({"l.q_proj": CALM}, live())
+    assert reason(plan, 8, live()) is None
+    plan.watch({"l.q_proj": Drift(0.02, 0.01, 1.0)}, live())
+    due = plan.due(8, live())
+    assert due is not None
+    plan.calibrated(live(2, 8), due)
+    assert reason(plan, 15, live(2, 8)) is None
+
+
+def test_a_refused_candidate_is_a_reason_too_after_a_while() -> None:
+    plan = schedule(drift__enabled=False)
+    plan.refused()
+    assert [reason(plan, v, live()) for v in (2, 5, 6)] == [None, None, "refused"]
+    plan.calibrated(live(2, 6), first(plan))
+    assert reason(plan, 12, live(2, 6)) is None
+
+
+def test_only_static_layers_count() -> None:
+    plan = schedule()
+    wild = {"l.o_proj": Drift(0.5, 0.9, 99.0), "l.down_proj": Drift(0.5, 0.9, 99.0)}
+    assert plan.watch(wild, live()) is None
+    report = plan.watch({**wild, "l.q_proj": Drift(0.0005, 0.02, 1.5)}, live())
+    assert report is not None
+    numbers = (report.clipped_fraction, report.js_distance, report.absmax_ratio)
+    assert numbers == (0.0005, 0.02, 1.5)
+    assert report.exceeded is None
+    assert plan.watch({"l.q_proj": CALM}, None) is None
+
+
+def test_flop_share_goes_by_elements_of_the_weights() -> None:
+    def spec(*shape: int) -> TensorSpec:
+        return TensorSpec(shape, "int8", "")
+
+    manifest = Manifest(
+        artifact_id="a", policy_version=1, model="toy",
+        layers={"a": "int8_static", "b": "bf16", "c": "int8_static"},
+        tensors={
+            "a.weight": spec(4, 10), "a.weight_scale": spec(4, 1), "b.weight": spec(5, 10),
+            "c.weight": spec(1, 10), "lm_head.weight": spec(1000, 10),
+        },
+    )  # fmt: skip
+    assert flop_share(manifest) == {"bf16": 0.5, "int8_static": 0.5}
