@@ -53,6 +53,7 @@ __all__ = [
     "get_manifest",
     "get_weights",
     "initialize",
+    "prepare",
     "put_artifact",
     "put_artifact_part",
     "put_weights",
@@ -86,6 +87,11 @@ async def initialize(num_storage_volumes: int = 1) -> None:
     start = torchstore.initialize(num_storage_volumes, strategy=strategy, mesh=mesh)
     await io.within("initialize", start)
     _mesh = mesh
+
+
+def prepare() -> None:
+    """Import what the store needs, which takes seconds. For processes that must not pause later."""
+    io.ts()
 
 
 async def shutdown() -> None:

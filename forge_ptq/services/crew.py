@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import pickle
 import signal
 import socket
 import time
@@ -81,11 +82,14 @@ class Crew:
     ) -> Report:
         """One round from start to end. Whatever became of its items is in the report.
 
+        Work and results pass through the coordinator as bytes: it need not know them, nor import
+        what they are made of.
         FleetError if no replica could be asked at all; what the coordinator's death raises.
         """
         round_id = f"{kind}-{uuid.uuid4().hex[:8]}"
         terms = Terms(self.heartbeat_s, deadline_s, startup_s)
-        await self._call("open_round", round_id, list(items), terms)
+        sealed = [Item(item.id, pickle.dumps(item.work)) for item in items]
+        await self._call("open_round", round_id, sealed, terms)
         arguments = (self.coordinator, round_id, self.heartbeat_s, deadline_s)
         self._active[round_id] = arguments
         calls = [self._start(self._ask(q, arguments), round_id) for q in self.quantizers]
@@ -95,6 +99,8 @@ class Crew:
             del self._active[round_id]
             report: Report = await self._call("close", round_id)
         await self._replace(report)
+        finished = report.outcome.finished
+        report.outcome.finished = {item: pickle.loads(done) for item, done in finished.items()}
         return report
 
     async def close(self) -> None:

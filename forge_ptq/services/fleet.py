@@ -27,7 +27,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,6 +49,8 @@ __all__ = ["CalibrationError", "FleetError", "QuantizerFleet"]
 
 log = logging.getLogger(__name__)
 
+REPORTS_KEPT = 16
+
 PARTS_PER_REPLICA = 2
 """Items per replica in rounds that anybody can share: a dead one costs half of its work."""
 
@@ -62,8 +66,8 @@ class QuantizerFleet:
         """The live one: the last that succeeded."""
         self.last_drift: Mapping[str, Any] = {}
         """Site -> Drift, measured during the last ``reference`` with a calibration live."""
-        self.last_report: Report | None = None
-        """Of the last round: who did what, who was lost."""
+        self.reports: deque[tuple[str, Report]] = deque(maxlen=REPORTS_KEPT)
+        """(kind, report) of the last rounds: who did what, who was lost. Without the results."""
         self._round = 0
         self._lock = asyncio.Lock()
 
@@ -81,7 +85,6 @@ class QuantizerFleet:
         rounds = await store_stats.calibration_rounds()
         if rounds:
             fleet.calibration = await store_stats.get_calibration(rounds[-1])
-        fleet._round = await store_stats.last_round()
         return fleet
 
     async def calibrate(
@@ -96,7 +99,8 @@ class QuantizerFleet:
         reason if it did not work; the calibration before stays live then.
         """
         async with self._lock:
-            self._round += 1
+            # Another fleet on this store may have come and gone: never continue its shares.
+            self._round = max(self._round, await store_stats.last_round()) + 1
             self.calibration = await run_calibration(
                 self, self._round, version, rollouts, plan_rollouts
             )
@@ -168,8 +172,9 @@ class QuantizerFleet:
     async def hold(self, kind: str, items: Sequence[Item], deadline_s: float) -> Report:
         """One round; what went wrong on the way is logged."""
         report = await self.crew.hold(kind, items, deadline_s)
-        self.last_report = report
         outcome = report.outcome
+        brief = replace(outcome, finished=dict.fromkeys(outcome.finished))
+        self.reports.append((kind, replace(report, outcome=brief)))
         for item, before, after in outcome.takeovers:
             log.warning("%s %s: taken over from %s by %s", kind, item, before, after)
         for item, reason in outcome.missing.items():

@@ -23,7 +23,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
-from forge_ptq import store_io, store_stats
+from forge_ptq import store, store_io, store_stats
 from forge_ptq.numerics.merge import Judgement, judge, reduce, worst
 from forge_ptq.numerics.stats import ActivationStats
 from forge_ptq.numerics.stats_table import Layout, pack, unpack
@@ -47,6 +47,7 @@ class StatsMerger(ForgeActor):
     async def setup(self) -> None:
         """Meet the other ranks."""
         self._ranks = Ranks(self._rank, self._size)
+        await asyncio.to_thread(store.prepare)
         await asyncio.to_thread(self._ranks.connect)
 
     @endpoint

@@ -113,6 +113,7 @@ class Quantizer(ForgeActor):
         ranks = Ranks(self._rank, self._size)
 
         def build() -> tuple[PolicyCopy, list[tuple[str, int]]]:
+            store.prepare()  # later it would stop the heart for seconds
             ranks.connect()
             model = build_model(self.model_path, self.dtype)
             shard(model, ranks.size)

@@ -10,6 +10,7 @@ TIMEOUT_S, which is as long as it can hold anybody up.
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -27,13 +28,19 @@ class Ranks:
         self._group: Any = None
 
     def connect(self) -> None:
-        """Join the others (environment variables RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)."""
+        """Join the others: environment variables RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, and
+        LOCAL_RANK for the GPU if this process was given GPUs."""
         if self.size == 1:
             return
+        import torch
         import torch.distributed as dist
 
+        gpus = bool(os.environ.get("CUDA_VISIBLE_DEVICES")) and torch.cuda.is_available()
+        if gpus:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", self.rank)))
         if not dist.is_initialized():
-            dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+            backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
+            dist.init_process_group(backend, timeout=timedelta(seconds=TIMEOUT_S))
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT_S))
 
     def broadcast(self, value: T | None = None) -> T:

@@ -19,6 +19,7 @@ from forge_ptq.manifest import describe_tensor
 from forge_ptq.numerics.calibration import Calibration
 from forge_ptq.numerics.stats import ActivationStats
 from forge_ptq.numerics.stats_table import Layout, channel_slice, pack, unpack
+from forge_ptq.services.planning import choose_plan
 from forge_ptq.services.policy_copy import PolicyCopy
 from forge_ptq.services.policy_tp import observing
 from forge_ptq.services.ranks import Ranks
@@ -185,8 +186,6 @@ class Workbench:
         return SmoothDone(shift, alpha)
 
     async def _plan(self, work: Plan, progress: Progress) -> PlanDone:
-        from forge_ptq.services.planning import choose_plan
-
         stats = await store_stats.get_merged(work.round, work.pass_)
         return await self.run(lambda: choose_plan(self.policy, work, stats, progress.step))
 

@@ -12,8 +12,11 @@ from forge_ptq.services.sampler import Rollout
 VOCAB = 128
 
 
-def save_policy(directory: Path, kind: str, seed: int = 0) -> Path:
-    """A random checkpoint in bf16: "qwen3" (untied) or "llama" (tied embeddings)."""
+def save_policy(directory: Path, kind: str, seed: int = 0, heads: tuple[int, int] = (2, 1)) -> Path:
+    """A random checkpoint in bf16: "qwen3" (untied) or "llama" (tied embeddings).
+
+    heads: numbers of query and of key/value heads, 32 wide.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     shape: dict[str, Any] = {
@@ -21,8 +24,8 @@ def save_policy(directory: Path, kind: str, seed: int = 0) -> Path:
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
         "head_dim": 32,
         "max_position_embeddings": 256,
         "initializer_range": 0.08,

@@ -1,0 +1,244 @@
+"""Calibration with real processes, some of which die, stop or go mad in the middle.
+
+Four replicas, two of them tensor-parallel groups of two, share the work; three shares, so one
+replica stands by. After every fault the merged statistics must be those of one process that saw all
+the rollouts, and the calibration must say who contributed and who dropped out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import torch
+
+from forge_ptq import runtime, store, store_stats
+from forge_ptq.config import PTQConfig
+from forge_ptq.numerics.plan import QuantPlan
+from forge_ptq.runtime.own.death import ProcessId
+from forge_ptq.services.coordinator import Coordinator
+from forge_ptq.services.fleet import CalibrationError, FleetError, QuantizerFleet
+from forge_ptq.services.merger import StatsMerger
+from forge_ptq.services.policy_copy import PolicyCopy, build_model, make_batches
+from tests.fault.calibration_actors import FaultyQuantizer
+from tests.integration.ptq_support import policy_state, random_rollouts, save_policy
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+PLAN = {"default": "int8_static", "overrides": {"*.down_proj": "int8_dynamic"}}
+BATCH_TOKENS = 64
+DEADLINE_S = 60.0
+VERSION, BROKEN_VERSION = 1, 2
+ROLLOUTS = random_rollouts(24)
+
+
+class World:
+    """All processes, and two fleets of them."""
+
+    def __init__(self, mixed: QuantizerFleet, plain: QuantizerFleet, faults: Path, model: str):
+        self.mixed, self.plain = mixed, plain
+        self.faults = faults
+        self.policy = PolicyCopy(build_model(model), QuantPlan.from_config("int8_static", {}))
+
+    def expected(self, shift: Any = None, rollouts: Any = ROLLOUTS) -> Any:
+        """What one process measures."""
+        return self.policy.observe(make_batches(rollouts, BATCH_TOKENS), shift)
+
+    def inject(self, fault: str) -> None:
+        (self.faults / fault).touch()
+
+    def victim(self, fault: str) -> tuple[int, str]:
+        """(pid that had the fault, id of its replica)."""
+        pid = int((self.faults / f"{fault}.pid").read_text())
+        members = [m for _, report in self.mixed.reports for m in report.members.values()]
+        return pid, next(member.id for member in members if pid in member.pids)
+
+    async def calibrate(self, fault: str = "", rollouts: Any = ROLLOUTS) -> Any:
+        """With a fault in one replica of the mixed fleet; must end within the deadline."""
+        if fault:
+            self.inject(fault)
+        started = time.monotonic()
+        calibration = await self.mixed.calibrate(VERSION, rollouts)
+        assert time.monotonic() - started < DEADLINE_S
+        if fault:
+            assert not (self.faults / fault).exists(), "nobody had the fault"
+        return calibration
+
+
+def config(smoothing: bool) -> PTQConfig:
+    cfg = PTQConfig()
+    cfg.merge.heartbeat_s, cfg.merge.deadline_s = 1.5, DEADLINE_S
+    cfg.calibration.batch_tokens, cfg.calibration.checkpoint_every = BATCH_TOKENS, 2
+    cfg.smoothing.enabled = smoothing
+    return cfg
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def world(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("calibration")
+    faults = folder / "faults"
+    faults.mkdir()
+    path = save_policy(folder / "policy", "qwen3", heads=(4, 2))
+    await runtime.init_provisioner()
+    await store.initialize()
+    state = policy_state(path, step=1)
+    await store.put_weights(VERSION, state)
+    broken = {**state, "model.layers.0.self_attn.q_proj.weight": torch.full((128, 64), torch.nan)}
+    await store.put_weights(BROKEN_VERSION, broken)
+    env = {"OMP_NUM_THREADS": "1"}
+    arguments = {"faults": str(faults), "model_path": str(path), "plan": PLAN}
+    options = FaultyQuantizer.options
+    one, two, merger, coordinator = await asyncio.gather(
+        options(mesh_name="one", num_replicas=2, env=env).as_service(**arguments),
+        options(mesh_name="two", num_replicas=2, procs=2, env=env).as_service(**arguments),
+        StatsMerger.options(mesh_name="merger", procs=2, env=env).as_service(),
+        Coordinator.options(mesh_name="coordinator", env=env).as_actor(),
+    )
+    mixed = await QuantizerFleet.launch(config(False), [one, two], merger, coordinator)
+    plain = await QuantizerFleet.launch(config(True), one, merger, coordinator)
+    made = World(mixed, plain, faults, str(path))
+    made.policy.load(VERSION, state)
+    yield made
+    await mixed.close()
+    await plain.close()
+    await store.shutdown()
+    await runtime.shutdown()
+
+
+def assert_equal(found, expected):
+    """Bit for bit, but for sums, whose order differs."""
+    assert list(found) == list(expected)
+    for site, stats in expected.items():
+        assert found[site].tokens == stats.tokens
+        assert torch.equal(found[site].absmax_C, stats.absmax_C), site
+        assert torch.equal(found[site].histogram_B, stats.histogram_B), site
+        torch.testing.assert_close(found[site].sum_sq_C, stats.sum_sq_C, rtol=1e-12, atol=0)
+
+
+def assert_close(found, expected):
+    """As far as tensor-parallel ranks, which add in another order, can agree."""
+    assert list(found) == list(expected)
+    for site, stats in expected.items():
+        assert found[site].tokens == stats.tokens
+        assert found[site].count == stats.count
+        torch.testing.assert_close(found[site].absmax_C, stats.absmax_C, rtol=1e-4, atol=1e-6)
+        moved = int((found[site].histogram_B - stats.histogram_B).abs().sum())
+        assert moved <= 0.002 * stats.count, site
+
+
+async def test_replicas_of_one_process_equal_a_single_process(world):
+    calibration = await world.plain.calibrate(VERSION, ROLLOUTS)
+    assert calibration.dropped == ()
+    assert calibration.tokens == sum(len(rollout.token_ids) for rollout in ROLLOUTS)
+    assert any(bool(shift_C.any()) for shift_C in calibration.shift.values())
+    assert_equal(calibration.stats, world.expected(calibration.shift))
+    q, k = (f"model.layers.0.self_attn.{leaf}_proj" for leaf in "qk")
+    assert calibration.absmax[q] == calibration.absmax[k] == calibration.stats[q].absmax
+    again = await store_stats.get_calibration(calibration.round)
+    assert_equal(again.stats, calibration.stats)
+
+
+async def test_parts_of_an_artifact_and_references(world):
+    fleet, policy = world.plain, world.policy
+    ref = await fleet.quantize(VERSION)
+    artifact = await store.get_artifact(ref)
+    tensors, used, _ = policy.quantize(fleet.calibration.layers, fleet.calibration)
+    assert artifact.manifest.layers == used
+    assert artifact.tensors.keys() == tensors.keys()
+    assert all(torch.equal(artifact.tensors[name], tensor) for name, tensor in tensors.items())
+    record = artifact.manifest.calibration
+    assert record is not None
+    assert record.round == fleet.calibration.round
+    assert record.contributors == fleet.calibration.contributors
+    hidden = await fleet.reference(VERSION, ROLLOUTS)
+    for got, expected in zip(hidden, policy.reference(ROLLOUTS), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    static = {name for name, scheme in used.items() if scheme == "int8_static"}
+    assert fleet.last_drift.keys() <= static
+    assert len(fleet.last_drift) == 6  # qkv, o, gate/up of two layers
+    assert all(drift.clipped_fraction == 0 for drift in fleet.last_drift.values())
+
+
+async def test_full_precision_and_faulty_artifacts(world):
+    plain = await store.get_artifact(await world.plain.quantize(VERSION, "bf16"))
+    assert set(plain.manifest.layers.values()) == {"bf16"}
+    assert plain.manifest.calibration is None
+    good = await store.get_artifact(await world.plain.quantize(VERSION))
+    bad = await store.get_artifact(await world.plain.quantize(VERSION, None, "corrupt_scales"))
+    name = "model.layers.0.self_attn.q_proj.weight_scale"
+    assert not torch.equal(good.tensors[name], bad.tensors[name])
+    with pytest.raises(ValueError, match="corrupt_scales or None"):
+        await world.plain.quantize(VERSION, None, "gremlins")
+    with pytest.raises(FleetError, match="policy_ver_0000000777"):
+        await world.plain.quantize(777)
+    before = await store.artifact_ids()
+    with pytest.raises(FleetError, match=r"q_proj.*weight"):
+        await world.plain.quantize(BROKEN_VERSION, "bf16")
+    assert await store.artifact_ids() == before
+
+
+async def test_tensor_parallel_replicas_contribute_slices(world):
+    calibration = await world.calibrate()
+    assert calibration.dropped == ()
+    assert_close(calibration.stats, world.expected())
+    assert len(await world.mixed.reference(VERSION, ROLLOUTS)) == len(ROLLOUTS)
+    artifact = await store.get_artifact(await world.mixed.quantize(VERSION))
+    expected, _, _ = world.policy.quantize(calibration.layers, calibration)
+    assert all(torch.equal(artifact.tensors[name], tensor) for name, tensor in expected.items())
+
+
+async def test_some_shares_without_rollouts(world):
+    few = ROLLOUTS[:2]
+    calibration = await world.calibrate(rollouts=few)
+    assert calibration.tokens == sum(len(rollout.token_ids) for rollout in few)
+    assert_close(calibration.stats, world.expected(rollouts=few))
+    with pytest.raises(CalibrationError, match="no rollouts"):
+        await world.mixed.calibrate(VERSION, [])
+
+
+async def test_a_replica_that_goes_mad(world):
+    calibration = await world.calibrate("nan")
+    _, victim = world.victim("nan")
+    assert any(victim in line and "NaN" in line for line in calibration.dropped)
+    assert_close(calibration.stats, world.expected())
+
+
+@pytest.mark.parametrize("fault", ["kill_before_put", "kill_before_mark", "kill_after_put"])
+async def test_a_replica_that_dies(world, fault):
+    calibration = await world.calibrate(fault)
+    _, victim = world.victim(fault)
+    assert any(line.startswith(victim) and "lost" in line for line in calibration.dropped)
+    assert calibration.contributors
+    assert_close(calibration.stats, world.expected())
+
+
+async def test_a_replica_that_hangs_is_replaced(world):
+    calibration = await world.calibrate("stop_before_put")
+    pid, victim = world.victim("stop_before_put")
+    assert any(line.startswith(victim) and "lost" in line for line in calibration.dropped)
+    assert victim not in calibration.contributors
+    assert_close(calibration.stats, world.expected())
+    for _ in range(100):
+        if not ProcessId.of(pid).alive():
+            return
+        await asyncio.sleep(0.05)
+    pytest.fail(f"process {pid} still hangs")
+
+
+async def test_broken_weights_are_not_survived_and_the_last_calibration_stays(world):
+    live = world.mixed.calibration
+    with pytest.raises(CalibrationError, match=r"0 of 3 shares.*quorum.*NaN"):
+        await world.mixed.calibrate(BROKEN_VERSION, ROLLOUTS)
+    assert world.mixed.calibration is live
+    relaunched = await QuantizerFleet.launch(
+        world.mixed.cfg,
+        world.mixed.crew.quantizers,
+        world.mixed.merger,
+        world.mixed.crew.coordinator,
+    )
+    assert relaunched.calibration is not None
+    assert relaunched.calibration.round == live.round
