@@ -103,27 +103,25 @@ def merge_once(layout: Layout, ranks: int, mergers: int, rule: str) -> dict[str,
     }
 
 
-def failures(sizes: list[int], dropouts: list[float], rounds: int) -> list[dict[str, Any]]:
-    """Failure rates with and without oversampling; large sizes get fewer simulated rounds."""
-    rows = []
-    for replicas in sizes:
-        for dropout in dropouts:
-            for oversample in (1.0, 1.2):
-                # A simulated round costs about the square of its size.
-                number = max(1, min(rounds, rounds * 128**2 // replicas**2)) if dropout else 1
-                row: dict[str, Any] = {
-                    "ranks": replicas,
-                    "dropout": dropout,
-                    "oversample": oversample,
-                    "exact, absent": exact_failure_rate(replicas, oversample, dropout, QUORUM),
-                    "simulated_rounds": number,
-                }
-                for scenario in SCENARIOS:
-                    row[scenario.name] = failure_rate(
-                        replicas, oversample, dropout, QUORUM, scenario, number
-                    )
-                rows.append(row)
-    return rows
+def failures(ranks: int, dropout: float, oversample: float, rounds: int) -> dict[str, Any]:
+    """Failure rates of one setting: the formula's, and of simulated rounds per scenario."""
+    simulated = {
+        scenario.name: failure_rate(ranks, oversample, dropout, QUORUM, scenario, rounds)
+        for scenario in SCENARIOS
+    }
+    return {
+        "ranks": ranks,
+        "dropout": dropout,
+        "oversample": oversample,
+        "exact, absent": exact_failure_rate(ranks, oversample, dropout, QUORUM),
+        "simulated_rounds": rounds,
+        **simulated,
+    }
+
+
+def simulated_rounds(ranks: int, dropout: float, most: int) -> int:
+    """How many rounds to simulate: one costs about the square of its size, none fails alike."""
+    return max(1, min(most, most * 64**2 // ranks**2)) if dropout else 1
 
 
 def main() -> None:
@@ -135,7 +133,8 @@ def main() -> None:
     cli.add_argument("--hidden", type=int, default=4096)
     cli.add_argument("--intermediate", type=int, default=14336)
     cli.add_argument("--dropouts", type=float, nargs="+", default=[0.0, 0.05, 0.1, 0.15, 0.2])
-    cli.add_argument("--rounds", type=int, default=400, help="simulated, up to 128 ranks")
+    cli.add_argument("--rounds", type=int, default=200, help="simulated, up to 64 ranks")
+    cli.add_argument("--target-rounds", type=int, default=1000, help="at 128 ranks, 10 %% dropouts")
     cli.add_argument("--threads", type=int, default=1)
     cli.add_argument("--out", type=Path, default=Path("docs/results/merge_scale.json"))
     options = cli.parse_args()
@@ -148,8 +147,15 @@ def main() -> None:
     ]
     some = min(options.ranks, key=lambda ranks: abs(ranks - 64))
     rules = [merge_once(layout, some, max(options.mergers), rule) for rule in RULES]
-    rounds = failures(options.ranks, options.dropouts, options.rounds)
-    write(options, {"merge": merges, "rules": rules, "quorum": QUORUM, "failed_rounds": rounds})
+    rounds = [
+        failures(ranks, dropout, factor, simulated_rounds(ranks, dropout, options.rounds))
+        for ranks in options.ranks
+        for dropout in options.dropouts
+        for factor in (1.0, 1.2)
+    ]
+    target = failures(128, 0.1, 1.2, options.target_rounds)
+    results = {"merge": merges, "rules": rules, "quorum": QUORUM}
+    write(options, {**results, "target": target, "failed_rounds": rounds})
 
 
 if __name__ == "__main__":

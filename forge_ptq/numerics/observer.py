@@ -212,15 +212,9 @@ class ActivationObserver:
         values, codes = self._buffers(step * width, x_NC.device)
         for start in range(0, rows, step):
             stop = min(start + step, rows)
-            if self._kept_N is None:
-                chunk_NC = x_NC[start:stop]
-            else:
-                chunk_NC = x_NC.index_select(0, self._kept_N[start:stop])
-            chunk_NC = chunk_NC.to(torch.float32)
-            if factor_C is not None:
-                chunk_NC = chunk_NC * factor_C
             size = (stop - start) * width
             abs_NC, codes_NC = values[:size].view(-1, width), codes[:size].view(-1, width)
+            chunk_NC = self._gather(x_NC, start, stop, factor_C, abs_NC)
             site.sum += chunk_NC.sum()
             torch.abs(chunk_NC, out=abs_NC)
             torch.maximum(site.absmax_C, abs_NC.amax(0), out=site.absmax_C)
@@ -228,6 +222,25 @@ class ActivationObserver:
             site.codes += torch.bincount(codes[:size], minlength=CODES)
             site.sum_sq_C += abs_NC.square_().sum(0)
         site.tokens += rows
+
+    def _gather(
+        self,
+        x_NC: torch.Tensor,
+        start: int,
+        stop: int,
+        factor_C: torch.Tensor | None,
+        out_NC: torch.Tensor,
+    ) -> torch.Tensor:
+        """Rows start .. stop - 1 of those that count, fp32, smoothed; a view of x if it can be."""
+        if self._kept_N is None:
+            chunk_NC = x_NC[start:stop]
+        elif x_NC.dtype == torch.float32:
+            chunk_NC = torch.index_select(x_NC, 0, self._kept_N[start:stop], out=out_NC)
+        else:
+            chunk_NC = x_NC.index_select(0, self._kept_N[start:stop])
+        if factor_C is not None:
+            return torch.mul(chunk_NC, factor_C, out=out_NC)  # fp32, as the factors are
+        return chunk_NC if chunk_NC.dtype == torch.float32 else out_NC.copy_(chunk_NC)
 
     def _buffers(self, size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Scratch for one chunk: fp32 and int32, [size] each."""

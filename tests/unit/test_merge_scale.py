@@ -21,10 +21,11 @@ from forge_ptq.numerics.stats_table import pack, unpack
 LAYOUT = merge_scale.llama_layout(layers=3, hidden=6, intermediate=10)
 
 
-def test_it_runs_and_writes_its_figures(tmp_path, monkeypatch, capsys):
+def test_it_runs_and_writes_its_figures(tmp_path, monkeypatch):
     out = tmp_path / "scale.json"
-    sizes = "--ranks 3 5 --layers 3 --hidden 6 --intermediate 10 --mergers 1 4 --rounds 2"
-    command = ["bench", *sizes.split(), "--dropouts", "0", "0.2", "--out", str(out)]
+    sizes = "--ranks 3 5 --layers 3 --hidden 6 --intermediate 10 --mergers 1 4"
+    rounds = "--dropouts 0 0.2 --rounds 2 --target-rounds 1"
+    command = ["bench", *sizes.split(), *rounds.split(), "--out", str(out)]
     monkeypatch.setattr("sys.argv", command)
     threads = torch.get_num_threads()
     try:

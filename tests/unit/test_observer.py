@@ -89,10 +89,11 @@ def test_unclean_batches_do_not_spoil_the_clean_ones(bad):
     assert_same(stats, expected)
 
 
-def test_smoothing_is_divided_out_exactly():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_smoothing_is_divided_out_exactly(dtype):
     generator = torch.Generator().manual_seed(5)
     shift = {"gate_proj": torch.randint(-6, 7, (37,), generator=generator, dtype=torch.int8)}
-    x_BTC = inputs()
+    x_BTC = inputs().to(dtype)
     mask_BT = torch.arange(11) < torch.tensor([[11], [4], [1]])
     for mask in (None, mask_BT):
         stats, model = observe(x_BTC, mask, shift=shift)
