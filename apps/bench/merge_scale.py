@@ -68,6 +68,19 @@ def share_table(layout: Layout, seed: int, tokens: int = 4096) -> Table:
     return table
 
 
+def share_tables(layout: Layout, count: int) -> list[Table]:
+    """Tables of several shares, each in memory of its own, with ranges that differ."""
+    base = share_table(layout, 0)
+    tables = []
+    for number in range(count):
+        table = {name: tensor.clone() for name, tensor in base.items()}
+        for name in table:
+            if name.startswith("absmax"):
+                table[name] *= 1 + number / count
+        tables.append(table)
+    return tables
+
+
 def merge_slice(tables: list[Table], layout: Layout, rule: str) -> tuple[Table, int]:
     """What a merger rank does with its rows of every share: (merged rows, shares left out)."""
     shares = {f"share-{n:04d}": unpack(table, layout) for n, table in enumerate(tables)}
@@ -83,7 +96,7 @@ def merge_once(layout: Layout, ranks: int, mergers: int, rule: str) -> dict[str,
         spent, size = 0.0, 0
         for first in range(start, stop, SITES_AT_ONCE):
             piece = layout.cut(first, min(first + SITES_AT_ONCE, stop))
-            tables = [share_table(piece, seed) for seed in range(ranks)]
+            tables = share_tables(piece, ranks)
             size += sum(tensor.nbytes for table in tables for tensor in table.values())
             began = time.perf_counter()
             _, left_out = merge_slice(tables, piece, rule)
@@ -121,7 +134,7 @@ def failures(ranks: int, dropout: float, oversample: float, rounds: int) -> dict
 
 def simulated_rounds(ranks: int, dropout: float, most: int) -> int:
     """How many rounds to simulate: one costs about the square of its size, none fails alike."""
-    return max(1, min(most, most * 64**2 // ranks**2)) if dropout else 1
+    return max(1, min(most, most * 128**2 // ranks**2)) if dropout else 1
 
 
 def main() -> None:
@@ -133,7 +146,7 @@ def main() -> None:
     cli.add_argument("--hidden", type=int, default=4096)
     cli.add_argument("--intermediate", type=int, default=14336)
     cli.add_argument("--dropouts", type=float, nargs="+", default=[0.0, 0.05, 0.1, 0.15, 0.2])
-    cli.add_argument("--rounds", type=int, default=200, help="simulated, up to 64 ranks")
+    cli.add_argument("--rounds", type=int, default=200, help="simulated, up to 128 ranks")
     cli.add_argument("--target-rounds", type=int, default=1000, help="at 128 ranks, 10 %% dropouts")
     cli.add_argument("--threads", type=int, default=1)
     cli.add_argument("--out", type=Path, default=Path("docs/results/merge_scale.json"))

@@ -17,7 +17,7 @@ import random
 from dataclasses import dataclass
 
 from forge_ptq.services.calibrating import primaries
-from forge_ptq.services.round import Assignment, Item, WorkRound
+from forge_ptq.services.round import WAIT, Assignment, Item, WorkRound
 
 ITEM_S = 30
 BATCHES = 10
@@ -61,6 +61,7 @@ def finished_shares(
     for now in map(float, range(math.ceil(deadline_s) + 1)):
         if round_.over(now):
             break
+        refused = False
         for name in names:
             if end_of[name] < now:
                 continue
@@ -72,9 +73,10 @@ def finished_shares(
                 elif round_.beat(name, now, int(done * BATCHES)):
                     continue
                 del working[name]
-            elif now % HEARTBEAT_S:
-                continue
+            elif refused or now % HEARTBEAT_S:
+                continue  # what one idle replica does not get, no other does
             claim = round_.claim(name, now)
+            refused = claim is WAIT
             if isinstance(claim, Assignment):
                 working[name] = (claim.item.id, now)
     return len(round_.outcome(now).finished)
