@@ -125,6 +125,14 @@ def test_ranges_scale_with_the_data_and_do_not_exceed_it(method, kind):
         assert choose_range(measure(x_TC * 8), method) == pytest.approx(8 * limit, rel=0.05)
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_a_merged_absmax_below_the_largest_sample_bounds_the_range(method):
+    parts = [measure(draw("normal")[:50] * scale) for scale in (1.0, 1.0, 20.0)]
+    merged = parts[0] + parts[1] + parts[2]
+    merged.absmax_C = parts[0].absmax_C  # as the rule median makes it
+    assert 0 < choose_range(merged, method) <= merged.absmax
+
+
 def test_misuse_is_refused():
     with pytest.raises(ValueError, match="median"):
         choose_range(ActivationStats.empty(1), "median")
