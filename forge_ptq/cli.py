@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from forge_ptq.commands import inspect, quantize
 from forge_ptq.config import ConfigError, load_config, to_yaml
 
 
@@ -32,6 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     convert.add_argument("--out", default="models/smollm2_135m", help="folder to write")
     convert.add_argument("--force", action="store_true", help="also when it is there already")
     convert.set_defaults(run=_convert_smollm2)
+
+    quantize.add(commands)
+    inspect.add(commands)
 
     arguments = parser.parse_args(argv)
     return arguments.run(arguments)

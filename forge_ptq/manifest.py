@@ -80,6 +80,8 @@ class CalibrationRecord:
     """Perplexity rise that the automatic plan had to stay within; None for a fixed plan."""
     predicted_rise: float | None = None
     """Perplexity rise that the planner measured for the chosen plan, simulated."""
+    measured_rise: float | None = None
+    """The same on rollouts that neither calibration nor planner saw; offline jobs measure it."""
 
 
 @dataclass(frozen=True)
@@ -312,7 +314,7 @@ def _calibration(value: Any) -> CalibrationRecord | None:
         _typed(value, name, int)
     for name in ("contributors", "dropped"):
         value[name] = tuple(_typed(value, name, list)) if name in value else ()
-    for name in ("budget", "predicted_rise"):
+    for name in ("budget", "predicted_rise", "measured_rise"):
         if value.get(name) is not None:
             _typed(value, name, int, float)
     return CalibrationRecord(**value)

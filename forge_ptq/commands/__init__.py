@@ -1,0 +1,1 @@
+"""Subcommands of `forge-ptq`, one file each: ``add(commands)`` registers it."""
