@@ -126,8 +126,9 @@ class DriftConfig(Block):
     max_clipped_fraction: PositiveShare = 0.001
     """Share of |x| above the range of its scale."""
 
-    max_js_distance: PositiveShare = 0.1
-    """Jensen-Shannon distance between the histograms of |x|, from 0 to 1."""
+    max_js_distance: PositiveShare = 0.2
+    """Jensen-Shannon distance between the histograms of |x|, from 0 to 1. 0.2 is what inputs show
+    that have grown by half."""
 
     max_absmax_ratio: Factor = 4.0
     """Largest |x| now, in units of the calibrated one."""
