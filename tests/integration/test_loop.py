@@ -65,13 +65,13 @@ def test_scales_are_made_once_and_again_when_there_are_rollouts(asynchronous):
     run, _ = asynchronous
     summary = run.summary()
     made = [p for p in summary["publishes"] if p["calibrated"]]
-    assert made
     assert made[0]["calibration_reason"] == "first"
-    assert summary["calibrations"] == len(made) <= 2
+    assert all(p["calibration_reason"].startswith(("more", "drift")) for p in made[1:])
+    assert summary["calibrations"] == len(made) <= 3
     for record in summary["publishes"]:
         if record["verdict"] == "accepted":
             assert set(record["flop_share"]) == {"int8_static", "int8_dynamic", "bf16"}
-            assert record["calibration_round"] in (1, 2)
+            assert 1 <= record["calibration_round"] <= len(made)
             assert record["drift_clipped_fraction"] is not None
 
 
