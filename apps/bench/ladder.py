@@ -43,6 +43,12 @@ METHODS = ("absmax", "percentile", "mse", "kl")
 Shift = Mapping[str, torch.Tensor]
 
 
+NOT_DECISIVE = frozenset(
+    {"out", "only", "threads", "plan_limit", "plan_tokens", "margin", "max_evaluations"}
+)
+"""Options that leave rows of an earlier call valid."""
+
+
 @dataclass(frozen=True)
 class Recipe:
     """One row: schemes, ranges and smoothing factors."""
@@ -97,11 +103,13 @@ class Ladder:
         self.options = options
         self.policy = PolicyCopy(build_model(options.model), QuantPlan.from_config(DYNAMIC))
         self.policy.load(0, dict(iter_tensors(Path(options.model))))
+        # Little padding, and activations that stay in the cache.
+        self.policy.batch_tokens = options.batch_tokens
         calibration, plan, self.held_out = split(
             options.data, options.calibrate, options.plan, options.held_out
         )
         self.batches = make_batches(calibration, options.batch_tokens)
-        self.plan_rollouts = shortened(plan, options.plan_tokens)
+        self.plan_rollouts = shortened(plan[: options.plan_limit], options.plan_tokens)
         self.tokens = {
             "calibration": sum(len(r.token_ids) for r in calibration),
             "plan_scored": sum(len(r.token_ids) - r.response_start for r in self.plan_rollouts),
@@ -153,9 +161,12 @@ class Ladder:
 
     # -- plans --
 
-    def groups(self, stats: Mapping[str, ActivationStats], ranges: dict[str, float]) -> list[Group]:
-        """Decisions of the planner."""
-        return groups_of(self.policy.layers, self.policy.shapes, stats, ranges)
+    def groups(
+        self, stats: Mapping[str, ActivationStats], ranges: dict[str, float], shift: Shift | None
+    ) -> list[Group]:
+        """Decisions of the planner. shift None: errors relative to the inputs alone."""
+        power = None if shift is None else self.policy.weight_power(shift)
+        return groups_of(self.policy.layers, self.policy.shapes, stats, ranges, power=power)
 
     def uniform(self, default: str, **leaves: str) -> dict[str, str]:
         """One scheme, except for layers with these leaf names."""
@@ -183,7 +194,7 @@ class Ladder:
             return compare(scores.logprobs_GR, scores.reference_GR, scores.kl_GR).perplexity_rise
 
         return search(
-            self.groups(stats, ranges),
+            self.groups(stats, ranges, shift),
             evaluate,
             budget,
             margin=self.options.margin,
@@ -209,7 +220,7 @@ class Ladder:
         start = time.monotonic()
         scores = self.evaluator("held_out", recipe.shift).scores(recipe.layers, recipe.ranges)
         result = compare(scores.logprobs_GR, scores.reference_GR, scores.kl_GR)
-        groups = self.groups(self.stats("raw"), recipe.ranges)
+        groups = self.groups(self.stats("raw"), recipe.ranges, None)
         shares = flop_shares(groups, {g.name: recipe.layers[g.members[0]] for g in groups})
         return {
             "rise": result.perplexity_rise,
@@ -244,7 +255,7 @@ def _same(one: Shift, other: Shift) -> bool:
 
 def _asked(settings: Mapping[str, Any]) -> dict[str, str]:
     """The settings that decide what a row's numbers are."""
-    chosen = {k: str(v) for k, v in settings.items() if k not in ("out", "only", "threads")}
+    chosen = {k: str(v) for k, v in settings.items() if k not in NOT_DECISIVE}
     return {**chosen, "model": Path(chosen["model"]).name}
 
 
@@ -270,7 +281,8 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--only", default="", help="regular expression on row names")
     options.add_argument("--calibrate", type=int, default=40, help="rollouts that calibrate")
     options.add_argument("--plan", type=int, default=20, help="rollouts that decide plans")
-    options.add_argument("--plan-tokens", type=int, default=32, help="of each of their responses")
+    options.add_argument("--plan-limit", type=int, default=12, help="of them that are used")
+    options.add_argument("--plan-tokens", type=int, default=24, help="of each of their responses")
     options.add_argument("--held-out", type=int, default=20, help="rollouts of the table")
     options.add_argument("--batch-tokens", type=int, default=1024)
     options.add_argument("--percentile", type=float, default=99.99)

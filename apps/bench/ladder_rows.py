@@ -63,6 +63,7 @@ def planned(
     result = ladder.plan(budget, stats, ranges, shift, **({"costs": costs} if costs else {}))
     notes = {
         "plan_rise": result.rise,
+        "plan_tokens": ladder.tokens["plan_scored"],
         "reached": result.reached,
         "not_static": {n: s for n, s in result.layers.items() if s != STATIC},
         "measurements": [
@@ -81,17 +82,19 @@ def spared(
     widen: float = 1.0,
     method: str = "absmax",
     without_first: bool = False,
+    by_input: bool = False,
 ) -> Recipe:
     """Everything static but the ``count`` down_proj with the largest local errors, in bf16.
 
     down_alpha: smooth the other down_proj through up's rows (None: alpha chosen per layer). widen:
     factor on down_proj's ranges. method: of down_proj's ranges. without_first: down_proj's ranges
-    as if position 0 were not there.
+    as if position 0 were not there. by_input: rank by errors relative to the inputs alone.
     """
     shift = dict(ladder.smooth(0.8))
     raw = ladder.stats("raw")
     ranges = ladder.absmax(shift)
-    layers = ladder.worst(ladder.groups(raw, ladder.absmax({})), DOWN, count)
+    groups = ladder.groups(raw, ladder.absmax({}), None if by_input else {})
+    layers = ladder.worst(groups, DOWN, count)
     if down_alpha != 0.0:
         both = ladder.policy.smooth(raw, down_alpha, down_proj=True)[0]
         shift |= {n: s for n, s in both.items() if DOWN in n and layers[n] == STATIC}
@@ -160,6 +163,9 @@ ROWS: dict[str, Callable[[Ladder], Recipe]] = {
         for m in METHODS[1:]
     },
     **{f"smooth 0.8: static, {n} down bf16": partial(spared, count=n) for n in (3, 6, 9, 12, 15)},
+    "smooth 0.8: static, 9 down bf16, ranked by input alone": partial(
+        spared, count=9, by_input=True
+    ),
     "smooth 0.8 and down 0.5: static, 9 down bf16": partial(spared, count=9, down_alpha=0.5),
     "smooth 0.8 and down per layer: static, 9 down bf16": partial(spared, count=9, down_alpha=None),
     "smooth 0.8: static, 9 down bf16, others x1.5": partial(spared, count=9, widen=1.5),

@@ -4,6 +4,11 @@ The planner needs this only to rank groups *within* a class of layers; how much 
 measures on the whole model. So errors are relative to the input's own size, and what rounding does
 to the weights, the same under both int8 schemes, is left out.
 
+Layers that write into the residual stream (o and down) matter by what they add to it: their errors
+are scaled by the power of their output relative to the power of the stream at that depth, which
+is estimated as if all that was written before (the embedding first) were uncorrelated. Without it
+the last down_proj of SmolLM2, whose output outweighs the rest of the stream, ranks in the middle.
+
 Shape suffixes: B histogram bins.
 """
 
@@ -20,6 +25,11 @@ from forge_ptq.numerics.stats import ActivationStats, bin_edges
 
 STATIC, DYNAMIC, FULL = "int8_static", "int8_dynamic", "bf16"
 
+EMBEDDING = "embedding"
+
+WRITERS = ("o_proj", "down_proj")
+"""Leaf names of layers whose output is added to the residual stream."""
+
 TYPICAL = 0.999
 """Share of elements that make up the typical signal: massive activations would drown the rest."""
 
@@ -35,9 +45,30 @@ class Group:
     flops: float
     """Multiplications per token."""
     error: Mapping[str, float]
-    """Relative error of the input per scheme, see ``local_errors``."""
+    """Expected relative error per scheme, comparable within a kind."""
     fixed: str | None = None
     """Scheme that the user demands."""
+
+
+def _centres() -> torch.Tensor:
+    edges_B = bin_edges()
+    return (edges_B[:-1] * edges_B[1:]).sqrt()
+
+
+def _quantile(stats: ActivationStats, share: float) -> float:
+    """Centre of the bin below which (itself included) at least this share of elements lies."""
+    count_B = stats.histogram_B.to("cpu", torch.float64)
+    below_B = count_B.cumsum(0) / count_B.sum()
+    return float(_centres()[min(int((below_B < share).sum()), len(count_B) - 1)])
+
+
+def typical_square(stats: ActivationStats) -> float:
+    """Mean of x^2 without the largest elements; 0 if nothing was seen."""
+    count_B, x_B = stats.histogram_B.to("cpu", torch.float64), _centres()
+    total = float(count_B.sum())
+    if total == 0:
+        return 0.0
+    return float((count_B * x_B.square() * (x_B <= _quantile(stats, TYPICAL))).sum()) / total
 
 
 def local_errors(stats: ActivationStats, range_: float) -> dict[str, float]:
@@ -47,30 +78,22 @@ def local_errors(stats: ActivationStats, range_: float) -> dict[str, float]:
     step^2 / 12 on average, one beyond it is clipped. The dynamic step is that of a typical token,
     whose largest of C elements is about the (1 - 1/C) quantile.
     """
-    edges_B = bin_edges()
-    x_B = (edges_B[:-1] * edges_B[1:]).sqrt()
-    count_B = stats.histogram_B.to("cpu", torch.float64)
-    total = float(count_B.sum())
-    if total == 0 or range_ <= 0:
+    signal = typical_square(stats)
+    if signal == 0 or range_ <= 0:
         return {STATIC: 0.0, DYNAMIC: 0.0, FULL: 0.0}
-    below_B = count_B.cumsum(0) / total
+    count_B, x_B = stats.histogram_B.to("cpu", torch.float64), _centres()
+    share_B = count_B / count_B.sum()
 
-    def quantile(share: float) -> float:
-        return float(x_B[min(int((below_B < share).sum()), len(x_B) - 1)])
+    def rounding(step: float) -> torch.Tensor:
+        return torch.where(x_B < step / 2, x_B.square(), torch.full_like(x_B, step**2 / 12))
 
-    signal = float((count_B * x_B.square() * (x_B <= quantile(TYPICAL))).sum())
-
-    def noise(limit: float) -> float:
-        step = limit / 127
-        rounding_B = torch.where(x_B < step / 2, x_B.square(), torch.tensor(step**2 / 12))
-        clipping_B = (x_B - limit).clamp(min=0).square()
-        return float((count_B * (rounding_B + clipping_B)).sum()) / max(signal, 1e-300)
-
-    typical_max = max(quantile(1 - 1 / max(stats.channels, 2)), 1e-300)
-    step = min(typical_max, range_) / 127
-    dynamic_B = torch.where(x_B < step / 2, x_B.square(), torch.tensor(step**2 / 12))
-    dynamic = float((count_B * dynamic_B).sum()) / max(signal, 1e-300)
-    return {STATIC: noise(range_), DYNAMIC: dynamic, FULL: 0.0}
+    typical_max = min(_quantile(stats, 1 - 1 / max(stats.channels, 2)), range_)
+    static_B = rounding(range_ / 127) + (x_B - range_).clamp(min=0).square()
+    return {
+        STATIC: float((share_B * static_B).sum()) / signal,
+        DYNAMIC: float((share_B * rounding(typical_max / 127)).sum()) / signal,
+        FULL: 0.0,
+    }
 
 
 def groups_of(
@@ -79,24 +102,34 @@ def groups_of(
     stats: Mapping[str, ActivationStats],
     ranges: Mapping[str, float],
     fixed: Mapping[str, str] | None = None,
+    power: Mapping[str, float] | None = None,
 ) -> list[Group]:
-    """The decisions to make in a model.
+    """The decisions to make in a model, in the order of its layers.
 
     layers: every linear that may be quantized. shapes: {parameter: shape}. stats: per site, of the
     input as it is served (smoothed). ranges: per layer. fixed: schemes the user demands, per layer.
     A site that was never seen cannot be static: its group is fixed as int8_dynamic.
+    power: sum of squares per layer's weight as it is served, and of the embedding's mean row under
+    EMBEDDING; without it errors are relative to the inputs alone.
     """
     groups = []
+    stream = (power or {}).get(EMBEDDING, 0.0)
     for site, members in sites_of(layers).items():
         wanted = {(fixed or {}).get(member) for member in members} - {None}
         seen = stats[site].tokens > 0 and ranges.get(site, 0.0) > 0
+        kind, scale = site.rpartition(".")[2], 1.0
+        if kind in WRITERS and power is not None:
+            written = typical_square(stats[site]) * power[site]
+            stream += written
+            scale = written / stream if stream > 0 else 1.0
+        errors = local_errors(stats[site], ranges.get(site, 0.0))
         groups.append(
             Group(
                 name=site,
                 members=members,
-                kind=site.rpartition(".")[2],
+                kind=kind,
                 flops=float(sum(math.prod(shapes[f"{member}.weight"]) for member in members)),
-                error=local_errors(stats[site], ranges.get(site, 0.0)),
+                error={scheme: scale * error for scheme, error in errors.items()},
                 fixed=next(iter(wanted)) if wanted else (None if seen else DYNAMIC),
             )
         )

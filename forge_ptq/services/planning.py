@@ -48,7 +48,8 @@ def choose_plan(
         step(done)
         return rise(float(kl.mean())) if kl.numel() else math.nan
 
-    groups = groups_of(policy.layers, policy.shapes, stats, absmax, fixed(policy))
+    power = policy.weight_power(work.shift)
+    groups = groups_of(policy.layers, policy.shapes, stats, absmax, fixed(policy), power)
     found = search(
         groups,
         evaluate,

@@ -14,7 +14,6 @@ channels.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -25,10 +24,18 @@ from forge_ptq.numerics.calibration import Calibration
 from forge_ptq.numerics.observer import ActivationObserver
 from forge_ptq.numerics.plan import QuantPlan, sites_of
 from forge_ptq.numerics.schemes import QuantizationError
+from forge_ptq.numerics.sensitivity import EMBEDDING, WRITERS
 from forge_ptq.numerics.smoothing import Folding, SmoothingSite, smooth_site, smoothing_sites
 from forge_ptq.numerics.stats import ActivationStats
-from forge_ptq.services.policy_batches import Sequence_, batch_indices, make_batches, padded
+from forge_ptq.services.policy_batches import (
+    BATCH_TOKENS,
+    Sequence_,
+    batch_indices,
+    make_batches,
+    padded,
+)
 from forge_ptq.services.policy_evaluate import Evaluator
+from forge_ptq.services.policy_model import build_model
 from forge_ptq.services.policy_quantize import (
     corrupt_scales,
     full,
@@ -42,33 +49,6 @@ __all__ = ["PolicyCopy", "Sequence_", "build_model", "full", "make_batches"]
 Stats = dict[str, ActivationStats]
 OnBatch = Callable[[int, Callable[[], Stats]], None]
 """Called after every batch with the number done and a function that gives the statistics so far."""
-
-
-def build_model(model_path: str | os.PathLike[str], dtype: str = "auto") -> nn.Module:
-    """The architecture of a HF checkpoint, weights not set.
-
-    It lives on this process' GPU if it was given one (CUDA_VISIBLE_DEVICES, which the runtime sets
-    for with_gpus), else on the CPU.
-
-    dtype: a floating torch dtype, or "auto": bfloat16 on a GPU, float32 on a CPU. A copy of bf16
-    weights in float32 is the same policy to the last code, its scores carry no rounding noise of
-    their own, and a CPU without bf16 instructions runs it several times faster.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.initialization import no_init_weights
-
-    given = os.environ.get("CUDA_VISIBLE_DEVICES") and torch.cuda.is_available()
-    device = "cuda" if given else "cpu"
-    if dtype == "auto":
-        dtype = "bfloat16" if device == "cuda" else "float32"
-    torch_dtype = getattr(torch, dtype, None)
-    if not isinstance(torch_dtype, torch.dtype) or not torch_dtype.is_floating_point:
-        raise ValueError(f"dtype: expected auto or a torch dtype like bfloat16, got {dtype!r}")
-    config = AutoConfig.from_pretrained(str(model_path))
-    with no_init_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=torch_dtype)
-    model.tie_weights()  # skipped together with the initialization
-    return model.to(device).eval().requires_grad_(False)
 
 
 class PolicyCopy:
@@ -88,6 +68,7 @@ class PolicyCopy:
         self.plan = plan
         self.layers = plan.resolve(linears)
         self.linears = linears
+        self.batch_tokens = BATCH_TOKENS
         self.shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
 
     @torch.no_grad()
@@ -158,7 +139,7 @@ class PolicyCopy:
                     f"and {len(sequence.token_ids) - 1}"
                 )
         results: dict[int, torch.Tensor] = {}
-        for indices in batch_indices(sequences):
+        for indices in batch_indices(sequences, self.batch_tokens):
             hidden_BTH = self._forward([sequences[i] for i in indices], observer)
             for row, index in enumerate(indices):
                 sequence = sequences[index]
@@ -240,6 +221,18 @@ class PolicyCopy:
                 raise ValueError("corrupt_scales needs an int8 layer, the plan has none")
             corrupt_scales(tensors)
         return tensors, used, notes
+
+    def weight_power(self, shift: Mapping[str, torch.Tensor] | None = None) -> dict[str, float]:
+        """Sum of squares of what writes to the residual stream, for ``sensitivity.groups_of``."""
+        folding = Folding(self.smoothing_sites(down_proj=True), shift or {})
+        power: dict[str, float] = {}
+        for name in self.layers:
+            if name.rpartition(".")[2] in WRITERS:
+                weight_NK = folding.apply(f"{name}.weight", full(self.parameters[f"{name}.weight"]))
+                power[name] = float(weight_NK.float().square().sum())
+        table_VH = full(self.model.get_input_embeddings().weight)
+        power[EMBEDDING] = float(table_VH.float().square().sum()) / table_VH.shape[0]
+        return power
 
     def shares(self, count: int) -> list[list[str]]:
         """Parameter names in ``count`` shares of about equal work, fused layers together."""

@@ -18,6 +18,7 @@ from forge_ptq.numerics.planner import (
     local_errors,
     search,
 )
+from forge_ptq.numerics.sensitivity import EMBEDDING, typical_square
 from forge_ptq.numerics.stats import ActivationStats, measure
 
 KINDS = {"q_proj": 0.3, "o_proj": 0.12, "gate_proj": 0.33, "down_proj": 0.25}
@@ -240,3 +241,19 @@ def test_groups_of_a_model():
     assert groups[0].members == tuple(names[:3])
     shares = flop_shares(groups, {"l.0.q_proj": STATIC, "l.0.o_proj": FULL, "l.1.o_proj": DYNAMIC})
     assert shares == pytest.approx({STATIC: 0.6, FULL: 0.2, DYNAMIC: 0.2})
+
+
+def test_what_writes_little_into_the_stream_matters_little():
+    names = ["l.0.down_proj", "l.1.down_proj", "l.1.gate_proj"]
+    shapes = {f"{name}.weight": (4, 8) for name in names}
+    stats = {name: measure(torch.randn(50, 8)) for name in names}
+    ranges = dict.fromkeys(names, 5.0)
+    alone = groups_of(names, shapes, stats, ranges)
+    # The stream holds 1 before the first; power is what a layer makes of an input of size 1.
+    power = {"l.0.down_proj": 3.0, "l.1.down_proj": 12.0, EMBEDDING: 1.0}
+    scaled = groups_of(names, shapes, stats, ranges, power=power)
+    written = [typical_square(stats[name]) * power[name] for name in names[:2]]
+    shares = [written[0] / (1 + written[0]), written[1] / (1 + sum(written)), 1.0]
+    for before, after, share in zip(alone, scaled, shares, strict=True):
+        for scheme, error in before.error.items():
+            assert after.error[scheme] == pytest.approx(error * share)

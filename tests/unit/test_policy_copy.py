@@ -7,8 +7,7 @@ from torch import nn
 from forge_ptq.artifact import QuantizedArtifact
 from forge_ptq.numerics.plan import QuantPlan
 from forge_ptq.numerics.schemes import QuantizationError, get_scheme
-from forge_ptq.services import policy_copy
-from forge_ptq.services.policy_batches import batch_indices, make_batches
+from forge_ptq.services.policy_batches import make_batches
 from forge_ptq.services.policy_copy import PolicyCopy, build_model
 from forge_ptq.services.sampler import Rollout
 from tests.models import tiny_model
@@ -41,11 +40,12 @@ def rollouts(lengths, seed=0) -> list[Rollout]:
     ]
 
 
-def test_reference_states_give_the_models_own_logits(checkpoint, monkeypatch):
-    monkeypatch.setattr(policy_copy, "batch_indices", lambda s: batch_indices(s, 40))
+def test_reference_states_give_the_models_own_logits(checkpoint):
     model, _ = checkpoint
     sequences = rollouts([30, 5, 17, 2, 9, 50, 9])
-    hidden = fresh(checkpoint).reference(sequences)
+    copy = fresh(checkpoint)
+    copy.batch_tokens = 40
+    hidden = copy.reference(sequences)
     for sequence, hidden_RH in zip(sequences, hidden, strict=True):
         with torch.no_grad():
             logits_TV = model(torch.tensor([sequence.token_ids])).logits[0]
