@@ -141,9 +141,19 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def progress(console: Console) -> Iterator[Report]:
-    """A function for ``quantize`` that shows one bar per stage."""
+    """A function for ``quantize`` that shows one bar per stage; in a log, one line per stage."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    if not console.is_terminal:
+        begun: set[str] = set()
+
+        def tell(stage: str, done: int, total: int) -> None:
+            if stage not in begun:
+                begun.add(stage)
+                console.print(f"{stage} ...", highlight=False)
+
+        yield tell
+        return
     columns = (
         TextColumn("{task.description:>16}"),
         BarColumn(),

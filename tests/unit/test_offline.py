@@ -54,6 +54,8 @@ def test_static_with_smoothing(
     assert quantize(model, data, tmp_path / "out", *options) == 0
     printed = capsys.readouterr().out
     assert "9 calibrate, 0 decide the plan, 3 held out" in printed
+    stages = [line.removesuffix(" ...") for line in printed.splitlines() if line.endswith(" ...")]
+    assert stages == ["load", "observe", "observe smoothed", "quantize", "measure", "write"]
     assert "held-out response tokens: perplexity" in printed
     artifact = load_compressed(tmp_path / "out")
     manifest = artifact.manifest
