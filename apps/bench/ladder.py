@@ -1,7 +1,7 @@
 """What each step of quantizing the activations costs: a table of perplexity rise per recipe.
 
 Usage: python -m apps.bench.ladder --model models/smollm2_135m --data rollouts.jsonl
-       [--out docs/results/ladder_smollm2.json] [--only REGEX]
+       [--out docs/results/ladder_smollm2.json] [--only REGEX ...]
 
 Rollouts (as `apps.bench.rollouts` writes them: the model's own responses at temperature 1) are
 split by prompt into three sets: one calibrates, one decides plans, one is held out and gives the
@@ -240,10 +240,11 @@ class Ladder:
             before = json.loads(options.out.read_text())
             if _asked(before["settings"]) == _asked(vars(options)):
                 self.rows = before["rows"]
-        for name, make in rows.items():
-            if name in self.rows or not re.search(str(options.only), name):
+        wanted = [n for only in options.only for n in rows if re.search(only, n)]
+        for name in dict.fromkeys(wanted):
+            if name in self.rows:
                 continue
-            self.rows[name] = self.measure(make(self))
+            self.rows[name] = self.measure(rows[name](self))
             ordered = {n: self.rows[n] for n in [*rows, *self.rows] if n in self.rows}
             write(options, {"tokens": self.tokens, "rows": ordered}, quiet=True)
             print(line(name, self.rows[name]), flush=True)
@@ -278,7 +279,9 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--model", required=True, help="local HF checkpoint")
     options.add_argument("--data", type=Path, required=True, help="rollouts, JSON lines")
     options.add_argument("--out", type=Path, default=Path("docs/results/ladder_smollm2.json"))
-    options.add_argument("--only", default="", help="regular expression on row names")
+    options.add_argument(
+        "--only", nargs="+", default=[""], metavar="REGEX", help="rows to measure, in this order"
+    )
     options.add_argument("--calibrate", type=int, default=40, help="rollouts that calibrate")
     options.add_argument("--plan", type=int, default=20, help="rollouts that decide plans")
     options.add_argument("--plan-limit", type=int, default=12, help="of them that are used")
