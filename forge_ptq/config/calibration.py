@@ -21,6 +21,9 @@ from .block import (
 Factor = Annotated[float, Range("1 or more", lambda v: 1 <= v < float("inf"))]
 Percent = Annotated[float, Range("more than 0, at most 100", lambda v: 0 < v <= 100)]
 
+LEAST_SHARE = 0.25
+"""Of the rollouts that a calibration asks for; with fewer at hand there is none."""
+
 
 @dataclass(kw_only=True)
 class CalibrationConfig(Block):

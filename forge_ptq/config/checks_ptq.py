@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 
 from .build import Problems
+from .calibration import LEAST_SHARE
 from .schema import RunConfig
 
 PROBE_MARGIN = 1.5
-"""Expected probe rollouts per required one: with fewer many candidates could not be judged."""
+"""Expected rollouts per required one: with fewer, many candidates could not be judged, or scales
+not be measured."""
 
 
 def check_publishing(config: RunConfig, problems: Problems) -> None:
@@ -62,6 +64,16 @@ def check_scales(config: RunConfig, problems: Problems) -> None:
             f"room for ptq.calibration.rollouts{also} = {need}"
         )
         problems.append(("ptq.sampler.capacity", message))
+    episodes = config.local_batch_size * config.replay_buffer.dp_size
+    supply = (sampler.max_age + 1) * episodes * (1 - sampler.probe_fraction)
+    if ptq.needs_calibration() and supply < PROBE_MARGIN * LEAST_SHARE * need:
+        message = (
+            f"got {ptq.calibration.rollouts}, but the pool holds about {supply:g} that are not for "
+            f"the probe: (ptq.sampler.max_age + 1) * {episodes} episodes per step * (1 - "
+            "ptq.sampler.probe_fraction); with ptq.plan.rollouts in mode auto expected at most "
+            f"{supply / PROBE_MARGIN / LEAST_SHARE:g}, or nothing would ever be calibrated"
+        )
+        problems.append(("ptq.calibration.rollouts", message))
     longest = config.max_req_tokens + config.max_res_tokens
     tokens = math.floor(sampler.max_tokens * sampler.probe_fraction)
     if tokens < ptq.probe.min_sequences * longest:

@@ -21,14 +21,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from forge_ptq.config.calibration import LEAST_SHARE
 from forge_ptq.numerics.calibration import Calibration
 from forge_ptq.numerics.drift import Drift, Thresholds, exceeded, worst
 from forge_ptq.numerics.plan import group_of
 from forge_ptq.services.replicas import PublishError
 from forge_ptq.services.sampler import Rollout, RolloutSampler
-
-LEAST_SHARE = 0.25
-"""Of the rollouts asked for: with fewer at hand there is no calibration."""
 
 MORE_ROLLOUTS = "more rollouts"
 

@@ -192,11 +192,12 @@ def test_keys_that_contradict_each_other_are_refused(overrides: list[str], key: 
 
 
 def test_the_probe_must_have_rollouts_to_spare() -> None:
-    few = ["local_batch_size=8", "ptq.probe.min_sequences=14"]  # 5 steps * 8 * 0.5 = 20
+    rest = ["local_batch_size=8", "ptq.calibration.rollouts=32"]
+    few = [*rest, "ptq.probe.min_sequences=14"]  # 5 steps * 8 * 0.5 = 20
     message = problems(*few)["ptq.probe.min_sequences"]
     assert "about 20" in message
     assert "ptq.sampler.probe_fraction" in message
-    load_config(TINY, ["local_batch_size=8", "ptq.probe.min_sequences=13"])
+    load_config(TINY, [*rest, "ptq.probe.min_sequences=13"])
     load_config(TINY, [*few, "ptq.enabled=false", "debug.inject=null"])
 
 
@@ -221,6 +222,17 @@ def test_replicas_that_stand_by_are_half_of_them_at_most() -> None:
                 f"services.quantizer.num_replicas={replicas}",
             ],
         )
+
+
+def test_calibration_must_have_rollouts() -> None:
+    few = ["local_batch_size=8", "ptq.probe.min_sequences=5"]  # 5 steps * 8 * 0.5 = 20
+    message = problems(*few, "ptq.calibration.rollouts=54")["ptq.calibration.rollouts"]
+    assert "about 20" in message
+    assert "at most 53.3" in message
+    load_config(TINY, [*few, "ptq.calibration.rollouts=53"])
+    assert "ptq.calibration.rollouts" in problems(
+        *few, "ptq.plan={mode: auto, rollouts: 24}", "ptq.calibration.rollouts=53"
+    )
 
 
 def test_a_publish_may_skip_as_many_versions_as_episodes_may_trail() -> None:
