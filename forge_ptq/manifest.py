@@ -83,6 +83,13 @@ class CalibrationRecord:
     measured_rise: float | None = None
     """The same on rollouts that neither calibration nor planner saw; offline jobs measure it."""
 
+    def __post_init__(self) -> None:
+        """A rise that is not finite is unknown: JSON has no number for it."""
+        for name in ("predicted_rise", "measured_rise"):
+            value = getattr(self, name)
+            if value is not None and not math.isfinite(value):
+                object.__setattr__(self, name, None)
+
 
 @dataclass(frozen=True)
 class Manifest:

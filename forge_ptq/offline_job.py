@@ -82,10 +82,13 @@ def check(job: Job) -> Inputs:
     _check_numbers(job)
     _check_out(job, sum(file.stat().st_size for file in files))
     _check_plan(job)
+    text = {**config, **config.get("text_config", {})}
+    if not isinstance(text.get("vocab_size"), int):
+        raise JobError(f"--model: {job.model}/config.json has no vocab_size")
     rollouts = read_rollouts(
         job.data,
-        vocab_size=int(config["vocab_size"]),
-        max_tokens=int(config.get("max_position_embeddings", 1 << 30)),
+        vocab_size=text["vocab_size"],
+        max_tokens=int(text.get("max_position_embeddings", 1 << 30)),
     )
     calibration, plan, held_out = split(rollouts, plan=job.budget is not None)
     if job.budget is not None and not plan:

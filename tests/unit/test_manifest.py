@@ -66,6 +66,13 @@ def test_round_trip_is_exact(calibration: CalibrationRecord | None) -> None:
     assert Manifest.from_json(made.to_json()) == made
 
 
+def test_a_rise_that_is_not_finite_is_unknown() -> None:
+    record = CalibrationRecord(0, 1, 0, predicted_rise=float("inf"), measured_rise=float("nan"))
+    assert (record.predicted_rise, record.measured_rise) == (None, None)
+    made = manifest(calibration=record)
+    assert Manifest.from_json(made.to_json()) == made
+
+
 def test_parts_described_apart_give_the_manifest_of_the_whole() -> None:
     tensors = {n: t for part in parts().values() for n, t in part.items()}
     whole = QuantizedArtifact.build(
