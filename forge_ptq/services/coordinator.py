@@ -18,8 +18,9 @@ store. A round that was closed, or never opened here, is over for whoever asks.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +54,8 @@ class Report:
 
     outcome: Outcome
     members: dict[str, Member]
+    ages: dict[str, float]
+    """Seconds since each member was last heard of."""
 
 
 @dataclass
@@ -70,6 +73,8 @@ class Coordinator(ForgeActor):
     def __init__(self) -> None:
         super().__init__()
         self._rounds: dict[str, _Open] = {}
+        self._heard: dict[str, float] = {}
+        """Replica -> when it last said anything, about whatever round."""
 
     @concurrent_endpoint
     async def open_round(self, round_id: str, items: Sequence[Item], terms: Terms) -> None:
@@ -97,6 +102,7 @@ class Coordinator(ForgeActor):
             entry = self._rounds.get(round_id)
             if entry is None:
                 return None
+            self._heard[member.id] = max(started, self._heard.get(member.id, started))
             entry.members[member.id] = member
             now = time.monotonic()
             answer = entry.round.claim(member.id, now)
@@ -107,12 +113,14 @@ class Coordinator(ForgeActor):
     @concurrent_endpoint
     async def beat(self, round_id: str, replica: str, progress: int) -> bool:
         """False: nobody needs the replica's item any more."""
+        self._heard[replica] = time.monotonic()
         entry = self._rounds.get(round_id)
         return entry is not None and entry.round.beat(replica, time.monotonic(), progress)
 
     @concurrent_endpoint
     async def finish(self, round_id: str, replica: str, item_id: str, result: Any) -> bool:
         """Hand in a result; False if it does not count."""
+        self._heard[replica] = time.monotonic()
         entry = self._rounds.get(round_id)
         if entry is None:
             return False
@@ -123,6 +131,7 @@ class Coordinator(ForgeActor):
     @concurrent_endpoint
     async def fail(self, round_id: str, replica: str, item_id: str, error: str) -> None:
         """Report that an item raised."""
+        self._heard[replica] = time.monotonic()
         entry = self._rounds.get(round_id)
         if entry is not None:
             entry.round.fail(replica, item_id, error, time.monotonic())
@@ -147,14 +156,23 @@ class Coordinator(ForgeActor):
         entry.changed.set()
         return self._report(entry)
 
+    @concurrent_endpoint
+    async def ages(self, replicas: Sequence[str]) -> dict[str, float]:
+        """Seconds since each of these replicas was last heard of, rounds that are over included."""
+        return self._ages(replicas)
+
+    def _ages(self, replicas: Iterable[str]) -> dict[str, float]:
+        now = time.monotonic()
+        return {replica: now - self._heard.get(replica, -math.inf) for replica in replicas}
+
     def _entry(self, round_id: str) -> _Open:
         if round_id not in self._rounds:
             raise ValueError(f"there is no open round {round_id}")
         return self._rounds[round_id]
 
-    @staticmethod
-    def _report(entry: _Open) -> Report:
-        return Report(entry.round.outcome(time.monotonic()), dict(entry.members))
+    def _report(self, entry: _Open) -> Report:
+        outcome = entry.round.outcome(time.monotonic())
+        return Report(outcome, dict(entry.members), self._ages(entry.members))
 
     @staticmethod
     async def _change(entry: _Open, timeout_s: float) -> None:

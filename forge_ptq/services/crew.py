@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from forge_ptq import runtime
-from forge_ptq.services.coordinator import Member, Report, Terms
+from forge_ptq.services.coordinator import Coordinator, Member, Report, Terms
 from forge_ptq.services.round import Item
 
 log = logging.getLogger(__name__)
@@ -84,12 +84,12 @@ class Crew:
 
         Work and results pass through the coordinator as bytes: it need not know them, nor import
         what they are made of.
-        FleetError if no replica could be asked at all; what the coordinator's death raises.
+        FleetError if no replica could be asked at all, or if the coordinator dies meanwhile.
         """
         round_id = f"{kind}-{uuid.uuid4().hex[:8]}"
         terms = Terms(self.heartbeat_s, deadline_s, startup_s)
         sealed = [Item(item.id, pickle.dumps(item.work)) for item in items]
-        await self._call("open_round", round_id, sealed, terms)
+        await self._open(round_id, sealed, terms)
         arguments = (self.coordinator, round_id, self.heartbeat_s, deadline_s)
         self._active[round_id] = arguments
         calls = [self._start(self._ask(q, arguments), round_id) for q in self.quantizers]
@@ -109,6 +109,17 @@ class Crew:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _open(self, round_id: str, items: list[Item], terms: Terms) -> None:
+        """Open a round; at a new coordinator if the old one has died. It kept nothing of value."""
+        try:
+            await self._call("open_round", round_id, items, terms)
+        except FleetError as error:
+            if not isinstance(error.__cause__, runtime.ActorDied):
+                raise
+            log.warning("%s; starting another one", error)
+            self.coordinator = await Coordinator.options(mesh_name="coordinator").as_actor()
+            await self._call("open_round", round_id, items, terms)
 
     async def _over(self, round_id: str, calls: list[asyncio.Task[Any]], limit: float) -> None:
         """Return when the coordinator says that the round is over."""
@@ -138,6 +149,8 @@ class Crew:
                 return await getattr(self.coordinator, endpoint).call_one(*args)
         except TimeoutError as error:
             raise FleetError(f"the coordinator does not answer to {endpoint}") from error
+        except runtime.ActorDied as error:
+            raise FleetError(f"the coordinator died: {error}") from error
 
     @staticmethod
     async def _ask(quantizer: Any, arguments: tuple[Any, ...]) -> None:
@@ -166,9 +179,7 @@ class Crew:
 
     async def _replace(self, report: Report) -> None:
         """Kill the silent replicas of this host; the runtime respawns them."""
-        now, current = time.monotonic(), set()
-        for quantizer in self.quantizers:
-            current |= set(await runtime.pids(quantizer))
+        now, current = time.monotonic(), await self._pids()
         silent = set(report.outcome.silent)
         for replica, member in report.members.items():
             self._known[replica] = (member, now, 0)
@@ -184,6 +195,30 @@ class Crew:
             if replica in silent:
                 self._kill(member, current)
                 del self._known[replica]
+        suspects = [
+            report.members[replica]
+            for replica in report.outcome.lost
+            if replica not in silent and report.ages[replica] > self.heartbeat_s
+        ]
+        if suspects:
+            self._start(self._suspect(suspects), "of the past")
+
+    async def _suspect(self, members: Sequence[Member]) -> None:
+        """Kill those that had an item when they fell silent, and stay so after the round.
+
+        Alive they would beat, and be told to drop the item.
+        """
+        pause_s = 2 * self.heartbeat_s
+        await asyncio.sleep(pause_s)
+        ages = await self._call("ages", [member.id for member in members])
+        current = await self._pids()
+        for member in members:
+            if ages[member.id] >= pause_s and current & set(member.pids):
+                self._kill(member, current)
+
+    async def _pids(self) -> set[int]:
+        """All processes of all quantizers."""
+        return {pid for quantizer in self.quantizers for pid in await runtime.pids(quantizer)}
 
     @staticmethod
     def _kill(member: Member, current: set[int]) -> None:

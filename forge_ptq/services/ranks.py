@@ -4,8 +4,8 @@ Control messages only (Python objects over gloo), beside whatever the model itse
 One process alone needs none of it: then nothing here touches torch.distributed.
 
 All calls block, so they belong in a worker thread, and all ranks must make the same calls in the
-same order. A rank that died makes the others' calls raise; one that hangs makes them wait for
-TIMEOUT_S, which is as long as it can hold anybody up.
+same order. A rank that died makes the others' calls raise. One that hangs, or has nothing to say,
+makes them wait: that something hangs is for rank 0's beats to find out (see quantizer.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-TIMEOUT_S = 900.0
+TIMEOUT_S = 86_400.0
 
 
 class Ranks:

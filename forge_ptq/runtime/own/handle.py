@@ -11,7 +11,8 @@ import asyncio
 import copy
 import os
 import signal
-from dataclasses import dataclass
+import socket
+from dataclasses import dataclass, replace
 from typing import Any
 
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
@@ -168,7 +169,10 @@ class ActorHandle:
         return part
 
     def __getstate__(self) -> dict[str, Any]:
-        return dict(self.__dict__)
+        return {**self.__dict__, "_host": socket.gethostname()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        host = state.pop("_host")
         self.__dict__.update(state)
+        if host != socket.gethostname():  # over there other processes have these pids
+            self.processes = replace(self.processes, watched=())
