@@ -15,7 +15,6 @@ tensors, and one of them joins the specs (``assemble_manifest``).
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import math
 import uuid
@@ -26,12 +25,32 @@ from typing import Any
 import torch
 
 from forge_ptq.numerics.schemes import PART_DTYPES
+from forge_ptq.tensor_specs import (
+    ArtifactError,
+    TensorSpec,
+    describe_tensor,
+    hash_tensor,
+    tensor_bytes,
+    torch_dtype,
+)
+
+__all__ = [
+    "SCHEMA_VERSION",
+    "ArtifactError",
+    "ArtifactRef",
+    "CalibrationRecord",
+    "Manifest",
+    "TensorSpec",
+    "assemble_manifest",
+    "describe_tensor",
+    "hash_tensor",
+    "new_artifact_id",
+    "tensor_bytes",
+    "torch_dtype",
+    "verify_layers",
+]
 
 SCHEMA_VERSION = 2
-
-
-class ArtifactError(ValueError):
-    """An artifact that must not be served; the message names the tensor and what is wrong."""
 
 
 @dataclass(frozen=True)
@@ -40,22 +59,6 @@ class ArtifactRef:
 
     artifact_id: str
     policy_version: int
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """What a tensor must be."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    """As torch prints it, without "torch."."""
-    sha256: str
-    """Of the row-major bytes."""
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return math.prod(self.shape) * torch_dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True)
@@ -196,30 +199,6 @@ def assemble_manifest(
 def new_artifact_id(policy_version: int) -> str:
     """A fresh id that begins with the policy version."""
     return f"v{policy_version:010d}-{uuid.uuid4().hex[:12]}"
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype called name ("int8"); ArtifactError if there is none."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ArtifactError(f"{name!r} is not a tensor dtype")
-    return dtype
-
-
-def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The row-major bytes of any tensor as a flat uint8 tensor (a view where possible)."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-
-
-def hash_tensor(tensor: torch.Tensor) -> str:
-    """sha256 hex digest of the row-major bytes, any dtype."""
-    return hashlib.sha256(tensor_bytes(tensor).numpy().data).hexdigest()
-
-
-def describe_tensor(tensor: torch.Tensor) -> TensorSpec:
-    """Shape, dtype and hash of a tensor."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return TensorSpec(tuple(tensor.shape), dtype, hash_tensor(tensor))
 
 
 def verify_layers(manifest: Manifest) -> None:
