@@ -165,8 +165,9 @@ class Ladder:
         self, stats: Mapping[str, ActivationStats], ranges: dict[str, float], shift: Shift | None
     ) -> list[Group]:
         """Decisions of the planner. shift None: errors relative to the inputs alone."""
-        power = None if shift is None else self.policy.weight_power(shift)
-        return groups_of(self.policy.layers, self.policy.shapes, stats, ranges, power=power)
+        if shift is None:
+            return groups_of(self.policy.layers, self.policy.shapes, stats, ranges)
+        return self.policy.groups(stats, ranges, shift)
 
     def uniform(self, default: str, **leaves: str) -> dict[str, str]:
         """One scheme, except for layers with these leaf names."""

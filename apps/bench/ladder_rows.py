@@ -42,7 +42,7 @@ def smoothed(
     shift = ladder.smooth_unrounded(alpha or 0.8) if unrounded else ladder.smooth(alpha)
     ranges = ladder.absmax(shift)
     if method != "absmax":
-        stats = ladder.stats(f"smooth {alpha}", shift)
+        stats = ladder.stats(f"smooth {alpha} False", shift)
         chosen = ladder.ranges(stats, method)
         ranges = {n: chosen[n] if DOWN not in n else r for n, r in ranges.items()}
     leaves = {DOWN: down} if down else {}
@@ -54,11 +54,11 @@ def smoothed(
 
 
 def planned(
-    ladder: Ladder, budget: float, alpha: float | None, costs: Mapping[str, float] | None = None
+    ladder: Ladder, budget: float, *, down: bool = True, costs: Mapping[str, float] | None = None
 ) -> Recipe:
-    """SmoothQuant and the planner."""
-    shift = ladder.smooth(alpha)
-    stats = ladder.stats(f"smooth {alpha}", shift)
+    """SmoothQuant, of down_proj too or not, and the planner."""
+    shift = ladder.smooth(0.8, down=down)
+    stats = ladder.stats(f"smooth 0.8 {down}", shift)
     ranges = ladder.absmax(shift)
     result = ladder.plan(budget, stats, ranges, shift, **({"costs": costs} if costs else {}))
     notes = {
@@ -177,8 +177,9 @@ ROWS: dict[str, Callable[[Ladder], Recipe]] = {
     "smooth 0.8: static, 3 down bf16, position 0 left out": partial(
         spared, count=3, without_first=True
     ),
-    "plan 3 %": partial(planned, budget=0.03, alpha=0.8),
-    "plan 1 %": partial(planned, budget=0.01, alpha=0.8),
-    "plan 3 %, static or bf16": partial(planned, budget=0.03, alpha=0.8, costs=STATIC_OR_FULL),
-    "plan 1 %, static or bf16": partial(planned, budget=0.01, alpha=0.8, costs=STATIC_OR_FULL),
+    "plan 3 %": partial(planned, budget=0.03),
+    "plan 1 %": partial(planned, budget=0.01),
+    "plan 3 %, static or bf16": partial(planned, budget=0.03, costs=STATIC_OR_FULL),
+    "plan 1 %, static or bf16": partial(planned, budget=0.01, costs=STATIC_OR_FULL),
+    "plan 3 %, down not smoothed": partial(planned, budget=0.03, down=False),
 }

@@ -1,8 +1,7 @@
 """How much a scheme hurts one layer, as far as statistics of its input can tell.
 
 The planner needs this only to rank groups *within* a class of layers; how much a class matters it
-measures on the whole model. So errors are relative to the input's own size, and what rounding does
-to the weights, the same under both int8 schemes, is left out.
+measures on the whole model. So errors are relative to the input's own size.
 
 Layers that write into the residual stream (o and down) matter by what they add to it: their errors
 are scaled by the power of their output relative to the power of the stream at that depth, which
@@ -96,6 +95,18 @@ def local_errors(stats: ActivationStats, range_: float) -> dict[str, float]:
     }
 
 
+def weight_error(weight_NC: torch.Tensor) -> float:
+    """Expected squared rounding error of an int8 weight relative to its typical column's power.
+
+    ``sum_n s_n^2 / 12`` per column, over the median column's sum of squares: smoothing can leave
+    one column so large that it takes all codes of every row. 0 for a weight mostly of zeros.
+    """
+    w_NC = weight_NC.detach().to(torch.float32)
+    column = float(w_NC.square().sum(0).median())
+    noise = float((w_NC.abs().amax(1) / 127).square().sum()) / 12
+    return noise / column if column > 0 else 0.0
+
+
 def groups_of(
     layers: Iterable[str],
     shapes: Mapping[str, Sequence[int]],
@@ -103,6 +114,7 @@ def groups_of(
     ranges: Mapping[str, float],
     fixed: Mapping[str, str] | None = None,
     power: Mapping[str, float] | None = None,
+    weight_errors: Mapping[str, float] | None = None,
 ) -> list[Group]:
     """The decisions to make in a model, in the order of its layers.
 
@@ -110,7 +122,8 @@ def groups_of(
     input as it is served (smoothed). ranges: per layer. fixed: schemes the user demands, per layer.
     A site that was never seen cannot be static: its group is fixed as int8_dynamic.
     power: sum of squares per layer's weight as it is served, and of the embedding's mean row under
-    EMBEDDING; without it errors are relative to the inputs alone.
+    EMBEDDING; without it errors are relative to the inputs alone. weight_errors: ``weight_error``
+    of layers as they are served, to be added.
     """
     groups = []
     stream = (power or {}).get(EMBEDDING, 0.0)
@@ -123,6 +136,8 @@ def groups_of(
             stream += written
             scale = written / stream if stream > 0 else 1.0
         errors = local_errors(stats[site], ranges.get(site, 0.0))
+        added = max((weight_errors or {}).get(member, 0.0) for member in members)
+        errors |= {scheme: errors[scheme] + added for scheme in (STATIC, DYNAMIC)}
         groups.append(
             Group(
                 name=site,

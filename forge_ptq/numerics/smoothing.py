@@ -50,6 +50,9 @@ MAX_SHIFT = 15
 ALPHA_GRID = (0.0, 0.5, 0.65, 0.8, 0.9)
 """Strengths tried per site; 0 leaves the site alone."""
 
+DOWN_ALPHA = 0.5
+"""Most that down_proj is smoothed: its outliers are rare and huge, weights take them badly."""
+
 INT8_MAX = 127
 
 

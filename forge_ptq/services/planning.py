@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 import torch
 
 from forge_ptq.numerics.divergence import rise
-from forge_ptq.numerics.planner import groups_of, search
+from forge_ptq.numerics.planner import search
 from forge_ptq.numerics.ranges import choose_range
 from forge_ptq.numerics.stats import ActivationStats
 from forge_ptq.services.policy_copy import PolicyCopy
@@ -48,8 +48,7 @@ def choose_plan(
         step(done)
         return rise(float(kl.mean())) if kl.numel() else math.nan
 
-    power = policy.weight_power(work.shift)
-    groups = groups_of(policy.layers, policy.shapes, stats, absmax, fixed(policy), power)
+    groups = policy.groups(stats, absmax, work.shift, fixed(policy))
     found = search(
         groups,
         evaluate,

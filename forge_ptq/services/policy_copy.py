@@ -24,8 +24,15 @@ from forge_ptq.numerics.calibration import Calibration
 from forge_ptq.numerics.observer import ActivationObserver
 from forge_ptq.numerics.plan import QuantPlan, sites_of
 from forge_ptq.numerics.schemes import QuantizationError
-from forge_ptq.numerics.sensitivity import EMBEDDING, WRITERS
-from forge_ptq.numerics.smoothing import Folding, SmoothingSite, smooth_site, smoothing_sites
+from forge_ptq.numerics.sensitivity import EMBEDDING, Group, groups_of, weight_error
+from forge_ptq.numerics.smoothing import (
+    ALPHA_GRID,
+    DOWN_ALPHA,
+    Folding,
+    SmoothingSite,
+    smooth_site,
+    smoothing_sites,
+)
 from forge_ptq.numerics.stats import ActivationStats
 from forge_ptq.services.policy_batches import (
     BATCH_TOKENS,
@@ -180,7 +187,8 @@ class PolicyCopy:
     ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
         """({site: log2 factors int8 [C]}, {site: alpha}) from statistics of the raw inputs.
 
-        alpha None: chosen per site. Sites that come out unchanged are left out of both.
+        alpha None: chosen per site. down_proj takes at most DOWN_ALPHA. Sites that come out
+        unchanged are left out of both.
         """
         shifts: dict[str, torch.Tensor] = {}
         alphas: dict[str, float] = {}
@@ -188,7 +196,11 @@ class PolicyCopy:
             if name not in stats:
                 continue
             weights = [full(self.parameters[f"{member}.weight"]) for member in site.members]
-            chosen, shift_C = smooth_site(site, stats[name], weights, alpha)
+            strength, grid = alpha, ALPHA_GRID
+            if name.endswith("down_proj"):
+                strength = None if alpha is None else min(alpha, DOWN_ALPHA)
+                grid = tuple(a for a in ALPHA_GRID if a <= DOWN_ALPHA)
+            chosen, shift_C = smooth_site(site, stats[name], weights, strength, grid=grid)
             if bool(shift_C.any()):
                 shifts[name], alphas[name] = shift_C, chosen
         return shifts, alphas
@@ -222,17 +234,28 @@ class PolicyCopy:
             corrupt_scales(tensors)
         return tensors, used, notes
 
-    def weight_power(self, shift: Mapping[str, torch.Tensor] | None = None) -> dict[str, float]:
-        """Sum of squares of what writes to the residual stream, for ``sensitivity.groups_of``."""
+    def groups(
+        self,
+        stats: Mapping[str, ActivationStats],
+        ranges: Mapping[str, float],
+        shift: Mapping[str, torch.Tensor] | None = None,
+        fixed: Mapping[str, str] | None = None,
+    ) -> list[Group]:
+        """What the planner decides about, with the local errors of inputs and weights as served.
+
+        stats: per site, of the inputs divided by the factors of shift. ranges: per layer. fixed:
+        schemes that are not to be changed, per layer.
+        """
         folding = Folding(self.smoothing_sites(down_proj=True), shift or {})
-        power: dict[str, float] = {}
-        for name in self.layers:
-            if name.rpartition(".")[2] in WRITERS:
-                weight_NK = folding.apply(f"{name}.weight", full(self.parameters[f"{name}.weight"]))
-                power[name] = float(weight_NK.float().square().sum())
+        errors: dict[str, float] = {}
         table_VH = full(self.model.get_input_embeddings().weight)
-        power[EMBEDDING] = float(table_VH.float().square().sum()) / table_VH.shape[0]
-        return power
+        power = {EMBEDDING: float(table_VH.float().square().sum()) / table_VH.shape[0]}
+        for name in self.layers:
+            parameter = f"{name}.weight"
+            weight_NK = folding.apply(parameter, full(self.parameters[parameter])).float()
+            errors[name] = weight_error(weight_NK)
+            power[name] = float(weight_NK.square().sum())
+        return groups_of(self.layers, self.shapes, stats, ranges, fixed, power, errors)
 
     def shares(self, count: int) -> list[list[str]]:
         """Parameter names in ``count`` shares of about equal work, fused layers together."""

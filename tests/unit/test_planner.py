@@ -18,7 +18,7 @@ from forge_ptq.numerics.planner import (
     local_errors,
     search,
 )
-from forge_ptq.numerics.sensitivity import EMBEDDING, typical_square
+from forge_ptq.numerics.sensitivity import EMBEDDING, typical_square, weight_error
 from forge_ptq.numerics.stats import ActivationStats, measure
 
 KINDS = {"q_proj": 0.3, "o_proj": 0.12, "gate_proj": 0.33, "down_proj": 0.25}
@@ -257,3 +257,23 @@ def test_what_writes_little_into_the_stream_matters_little():
     for before, after, share in zip(alone, scaled, shares, strict=True):
         for scheme, error in before.error.items():
             assert after.error[scheme] == pytest.approx(error * share)
+
+
+def test_weight_errors_add_to_both_int8_schemes():
+    torch.manual_seed(0)
+    w_NC = torch.randn(32, 64)
+    s_N1 = w_NC.abs().amax(1, keepdim=True) / 127
+    simulated = float(((w_NC / s_N1).round() * s_N1 - w_NC).square().sum() / w_NC.square().sum())
+    assert weight_error(w_NC) == pytest.approx(simulated, rel=0.2)
+    loud_NC = w_NC.clone()
+    loud_NC[:, 5] *= 100
+    assert weight_error(loud_NC) > 100 * weight_error(w_NC)
+    assert weight_error(torch.zeros(4, 8)) == 0
+    stats = {"a.q_proj": measure(torch.randn(50, 8))}
+    shapes = {"a.q_proj.weight": (4, 8)}
+    plain = groups_of(["a.q_proj"], shapes, stats, {"a.q_proj": 4.0})[0]
+    added = groups_of(
+        ["a.q_proj"], shapes, stats, {"a.q_proj": 4.0}, weight_errors={"a.q_proj": 0.25}
+    )[0]
+    for scheme, extra in ((STATIC, 0.25), (DYNAMIC, 0.25), (FULL, 0.0)):
+        assert added.error[scheme] == pytest.approx(plain.error[scheme] + extra)
