@@ -141,7 +141,7 @@ class QuantizerFleet:
                 results = await self.complete("quantize", items, self.cfg.deadlines.quantize_s)
                 return await self._finish(artifact_id, version, calibration, results)
             except BaseException:
-                await store.drop_artifact(artifact_id)
+                await _forget(artifact_id)
                 raise
 
     async def reference(self, version: int, rollouts: Sequence[Rollout]) -> list[torch.Tensor]:
@@ -232,6 +232,15 @@ class QuantizerFleet:
             budget=self.cfg.plan.budget if self.cfg.plan.mode == "auto" else None,
             predicted_rise=calibration.predicted_rise,
         )
+
+
+async def _forget(artifact_id: str) -> None:
+    """Delete the parts of an artifact that will not come about; whoever publishes next deletes
+    what a straggler still adds."""
+    try:
+        await store.drop_artifact(artifact_id)
+    except store.StoreError as error:
+        log.warning("parts of %s stay in the store: %s", artifact_id, error)
 
 
 def _chunks(rollouts: Sequence[Rollout], count: int) -> list[list[Rollout]]:

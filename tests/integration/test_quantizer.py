@@ -109,3 +109,16 @@ async def test_a_closed_round_takes_work_back(running):
     assert list(report.outcome.missing) == ["x"]
     assert await task == 0
     assert len(await fleet.reference(VERSION, random_rollouts(1))) == 1
+
+
+async def test_a_replica_that_cannot_drop_its_item_ends_itself(running):
+    fleet, quantizer, coordinator, _ = running
+    before = quantizer.pids()
+    work = Reference(VERSION, random_rollouts(600, length=200), None)
+    await coordinator.open_round.call_one("stuck", [Item("x", pickle.dumps(work))], Terms(0.3, 9.0))
+    task = asyncio.create_task(quantizer.work.route(coordinator, "stuck", 0.3, 0.2))
+    assert await coordinator.wait.call_one("stuck", 0.3) is None
+    await coordinator.close.call_one("stuck")
+    assert await task == 0  # of the respawned one, which found the round closed
+    assert quantizer.pids() != before
+    assert len(await fleet.reference(VERSION, random_rollouts(1))) == 1
