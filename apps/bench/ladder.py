@@ -41,6 +41,7 @@ from forge_ptq.services.sampler import Rollout, prompt_digest
 STATIC, DYNAMIC, FULL = "int8_static", "int8_dynamic", "bf16"
 METHODS = ("absmax", "percentile", "mse", "kl")
 Shift = Mapping[str, torch.Tensor]
+Stats = Mapping[str, ActivationStats]
 
 
 NOT_DECISIVE = frozenset(
@@ -153,7 +154,7 @@ class Ladder:
             ranges.update(dict.fromkeys(members, float(absmax_C.max())))
         return ranges
 
-    def ranges(self, stats: Mapping[str, ActivationStats], method: str) -> dict[str, float]:
+    def ranges(self, stats: Stats, method: str) -> dict[str, float]:
         """Ranges of every layer from its site's statistics."""
         percentile = self.options.percentile
         chosen = {site: choose_range(stats[site], method, percentile=percentile) for site in stats}
@@ -161,9 +162,7 @@ class Ladder:
 
     # -- plans --
 
-    def groups(
-        self, stats: Mapping[str, ActivationStats], ranges: dict[str, float], shift: Shift | None
-    ) -> list[Group]:
+    def groups(self, stats: Stats, ranges: dict[str, float], shift: Shift | None) -> list[Group]:
         """Decisions of the planner. shift None: errors relative to the inputs alone."""
         if shift is None:
             return groups_of(self.policy.layers, self.policy.shapes, stats, ranges)
@@ -182,7 +181,7 @@ class Ladder:
     def plan(
         self,
         budget: float,
-        stats: Mapping[str, ActivationStats],
+        stats: Stats,
         ranges: dict[str, float],
         shift: Shift,
         costs: Mapping[str, float] = COSTS,

@@ -23,7 +23,6 @@ from torch import nn
 from forge_ptq.numerics.calibration import Calibration
 from forge_ptq.numerics.observer import ActivationObserver
 from forge_ptq.numerics.plan import QuantPlan, sites_of
-from forge_ptq.numerics.schemes import QuantizationError
 from forge_ptq.numerics.sensitivity import EMBEDDING, Group, groups_of, weight_error
 from forge_ptq.numerics.smoothing import (
     ALPHA_GRID,
@@ -196,7 +195,8 @@ class PolicyCopy:
             if name not in stats:
                 continue
             weights = [full(self.parameters[f"{member}.weight"]) for member in site.members]
-            strength, grid = alpha, ALPHA_GRID
+            strength = alpha
+            grid: tuple[float, ...] = ALPHA_GRID
             if name.endswith("down_proj"):
                 strength = None if alpha is None else min(alpha, DOWN_ALPHA)
                 grid = tuple(a for a in ALPHA_GRID if a <= DOWN_ALPHA)
@@ -281,26 +281,6 @@ class PolicyCopy:
     ) -> list[torch.Tensor]:
         """KL per response token [R] of each rollout, if the policy were quantized like this."""
         return self.evaluator(rollouts, shift, hidden_GRH).scores(layers, ranges).kl_GR
-
-    @torch.no_grad()
-    def absmax(self, sequences: Sequence[Sequence_]) -> dict[str, float]:
-        """max|x| of the input of every int8_static layer over all real positions, 0 included.
-
-        QuantizationError names a layer whose input is not finite.
-        """
-        stats = self.observe(make_batches(sequences))
-        ranges: dict[str, float] = {}
-        for site, members in self.sites.items():
-            for name in members:
-                if self.layers[name] != "int8_static":
-                    continue
-                if stats[site].non_finite:
-                    raise QuantizationError(
-                        f"{name}: {stats[site].non_finite} values of its calibration input are "
-                        "NaN or infinite"
-                    )
-                ranges[name] = stats[site].absmax
-        return ranges
 
     def _forward(
         self, batch: Sequence[Sequence_], observer: ActivationObserver | None = None
