@@ -104,6 +104,9 @@ def save_compressed(
     text = json.dumps(config, indent=2, sort_keys=True)
     (path / "config.json").write_text(text + "\n", encoding="utf-8")
     (path / MANIFEST_FILE).write_text(artifact.manifest.to_json() + "\n", encoding="utf-8")
+    for file in path.glob("*.safetensors"):
+        # Made readable for its owner alone, but engines often run as somebody else.
+        file.chmod((path / MANIFEST_FILE).stat().st_mode)
     return path
 
 

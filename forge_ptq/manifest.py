@@ -124,8 +124,8 @@ class Manifest:
         return sum(spec.nbytes for spec in self.tensors.values())
 
     def to_json(self) -> str:
-        """One JSON object; ``from_json`` reads it back."""
-        return json.dumps(asdict(self), sort_keys=True, allow_nan=False)
+        """One JSON object, layers in the model's order; ``from_json`` reads it back."""
+        return json.dumps(asdict(self), allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:

@@ -87,6 +87,8 @@ def test_round_trip_is_exact(saved: tuple[QuantizedArtifact, Path]) -> None:
     back = load_compressed(folder)
     assert back.manifest == artifact.manifest
     assert all(torch.equal(back.tensors[name], t) for name, t in artifact.tensors.items())
+    assert list(back.manifest.layers) == list(artifact.manifest.layers)
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1
     assert (folder / "tokenizer.json").is_file()
     config = json.loads((folder / "config.json").read_text())
     assert (config["dtype"], config["torch_dtype"]) == ("bfloat16", "bfloat16")
