@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from forge_ptq.config import ConfigError, RunConfig, load_config, save_config, to_plain, to_yaml
 from forge_ptq.config.assets import check_assets
@@ -72,6 +72,19 @@ def run_app(main: Main, usage: str, argv: list[str] | None = None) -> int:
         command += [*others, f"run_name={run_dir.name}"]
         print(f"resume: {shlex.join(command)}", file=sys.stderr)
     return code
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the command once all it wrote is on disk and its processes have ended.
+
+    Not through the interpreter's own finalization: threads of Monarch's native code live on, and
+    one that reaches for the interpreter then aborts the process ("FATAL: exception not rethrown"),
+    now and then, after a run that went well.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def supervise(main: Main, cfg: RunConfig, report: RunReport) -> int:

@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-import sys
 import uuid
 from typing import Any
 
-from .entry import quiet_interrupts, run_app
+from .entry import leave, quiet_interrupts, run_app
 
 if __name__ == "__main__":
     quiet_interrupts()  # the imports below take seconds
@@ -239,4 +238,4 @@ async def end_step(
 
 
 if __name__ == "__main__":
-    sys.exit(run_app(main, __doc__ or ""))
+    leave(run_app(main, __doc__ or ""))
