@@ -126,8 +126,8 @@ class DriftConfig(Block):
     enabled: bool = True
     """Recalibrate on drift. Off, it is measured all the same."""
 
-    max_clipped_fraction: PositiveShare = 0.001
-    """Share of |x| above the range of its scale."""
+    max_clipped_fraction: PositiveShare = 0.002
+    """Share of |x| above the range of its scale, beyond what the range was chosen to cut off."""
 
     max_js_distance: PositiveShare = 0.2
     """Jensen-Shannon distance between the histograms of |x|, from 0 to 1. 0.2 is what inputs show

@@ -1,14 +1,17 @@
 """When scales are made anew: first, by period, on drift, and when the first ones were rushed."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from forge_ptq.artifact import Manifest, TensorSpec
 from forge_ptq.config import PTQConfig
 from forge_ptq.numerics.calibration import Calibration
 from forge_ptq.numerics.drift import Drift
+from forge_ptq.numerics.stats import measure
 from forge_ptq.services.candidate import flop_share
 from forge_ptq.services.replicas import PublishError
 from forge_ptq.services.sampler import RolloutSampler
@@ -147,6 +150,18 @@ def test_drift_that_passes_is_forgotten() -> None:
     assert due is not None
     plan.calibrated(live(2, 8), due)
     assert reason(plan, 15, live(2, 8)) is None
+
+
+def test_what_a_range_was_chosen_to_cut_off_is_no_drift() -> None:
+    x_TC = torch.ones(100, 10)
+    x_TC[0] = 8.0  # one in a hundred, which a range of 2 clips
+    scales = replace(live(), stats={"l.q_proj": measure(x_TC)}, absmax={"l.q_proj": 2.0})
+    plan = schedule()
+    for clipped, passed in ((0.0115, False), (0.0125, True)):
+        report = plan.watch({"l.q_proj": Drift(clipped, 0.0, 1.0)}, scales)
+        assert report is not None
+        assert report.clipped_fraction == clipped
+        assert (report.exceeded is not None) is passed
 
 
 def test_a_refused_candidate_is_a_reason_too_after_a_while() -> None:
