@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Inputs", "Job", "JobError", "Measured", "Result", "check", "quantize"]
 
+PLAN_RESPONSE_TOKENS = 32
+"""First tokens of each response that plans are measured on: many rollouts beat long ones."""
+
 Report = Callable[[str, int, int], None]
 """Called with (stage, done, total) as the work goes on."""
 
@@ -99,6 +102,7 @@ def _calibrate(job: Job, policy: PolicyCopy, inputs: Inputs, report: Report) -> 
     """What a calibration round of the services does, in one process; None if nothing needs it."""
     from forge_ptq.numerics.calibration import Calibration
     from forge_ptq.services.planning import choose_plan
+    from forge_ptq.services.policy_batches import shortened
     from forge_ptq.services.work import Plan
 
     schemes = set(policy.layers.values())
@@ -116,7 +120,7 @@ def _calibrate(job: Job, policy: PolicyCopy, inputs: Inputs, report: Report) -> 
         auto=job.budget is not None,
         budget=job.budget or 0.0,
         max_evaluations=job.max_evaluations,
-        rollouts=inputs.plan,
+        rollouts=shortened(inputs.plan, PLAN_RESPONSE_TOKENS),
     )
     planned = choose_plan(
         policy, plan, stats, lambda done: report("plan", done, job.max_evaluations)

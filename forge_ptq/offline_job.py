@@ -41,8 +41,8 @@ class Job:
     smoothing: bool = True
     alpha: float | None = None
     """Smoothing strength; None: chosen per site."""
-    down_proj: bool = False
-    """Smooth down_proj too."""
+    down_proj: bool = True
+    """Smooth down_proj too, by half a power at most."""
     batch_tokens: int = 4096
     max_evaluations: int = 24
     version: int = 0

@@ -32,7 +32,7 @@ from forge_ptq.numerics.planner import COSTS, Group, PlanResult, flop_shares, gr
 from forge_ptq.numerics.ranges import choose_range
 from forge_ptq.numerics.smoothing import log2_factors
 from forge_ptq.numerics.stats import ActivationStats
-from forge_ptq.services.policy_batches import make_batches
+from forge_ptq.services.policy_batches import make_batches, shortened
 from forge_ptq.services.policy_copy import PolicyCopy, build_model
 from forge_ptq.services.policy_evaluate import Evaluator
 from forge_ptq.services.policy_quantize import full
@@ -81,20 +81,6 @@ def split(path: Path, calibrate: int, plan: int, held_out: int) -> tuple[list[Ro
         if len(parts[emptiest]) < counts[emptiest]:
             parts[emptiest].append(same_prompt[0])
     return parts
-
-
-def shortened(rollouts: list[Rollout], tokens: int) -> list[Rollout]:
-    """The same with responses cut: a plan is decided on many rollouts, not on long ones."""
-    return [
-        Rollout(
-            r.token_ids[: r.response_start + tokens],
-            r.response_start,
-            r.reward,
-            r.policy_version,
-            r.group,
-        )
-        for r in rollouts
-    ]
 
 
 class Ladder:

@@ -56,7 +56,9 @@ def add(commands: Any) -> None:
     parser.add_argument("--percentile", type=float, default=99.99, help="for --range percentile")
     parser.add_argument("--no-smoothing", action="store_true", help="leave activations as they are")
     parser.add_argument("--alpha", type=float, help="smoothing strength in [0, 1]; else per layer")
-    parser.add_argument("--smooth-down-proj", action="store_true", help="smooth down_proj too")
+    parser.add_argument(
+        "--no-smooth-down-proj", action="store_true", help="leave down_proj's inputs as they are"
+    )
     parser.add_argument("--batch-tokens", type=int, default=4096, help="per forward pass")
     parser.add_argument("--max-evaluations", type=int, default=24, help="plans measured, --budget")
     parser.add_argument("--policy-version", type=int, default=0, help="number for the manifest")
@@ -85,7 +87,7 @@ def job_of(arguments: argparse.Namespace) -> Job:
         percentile=arguments.percentile,
         smoothing=not arguments.no_smoothing,
         alpha=arguments.alpha,
-        down_proj=arguments.smooth_down_proj,
+        down_proj=not arguments.no_smooth_down_proj,
         batch_tokens=arguments.batch_tokens,
         max_evaluations=arguments.max_evaluations,
         version=arguments.policy_version,

@@ -65,8 +65,9 @@ class SmoothingConfig(Block):
     alpha: Share | None = None
     """Strength: 0 moves nothing, 1 all. null chooses it per layer."""
 
-    down_proj: bool = False
-    """Smooth the inputs of down_proj too, which cannot bear it where they are massive."""
+    down_proj: bool = True
+    """Smooth the inputs of down_proj too, by half a power at most: its outliers are rare and huge,
+    and the weights take more of them badly."""
 
 
 @dataclass(kw_only=True)
@@ -113,6 +114,10 @@ class PlanConfig(Block):
 
     rollouts: PositiveInt = 24
     """For `auto`: rollouts that plans are measured on, in neither the calibration nor the probe."""
+
+    response_tokens: PositiveInt = 32
+    """For `auto`: first tokens of each response that are scored. Many rollouts say more than long
+    ones."""
 
     max_evaluations: PositiveInt = 24
     """For `auto`: plans measured per calibration; each costs one forward pass over `rollouts`."""

@@ -12,7 +12,7 @@ import torch
 from forge_ptq import store_stats
 from forge_ptq.numerics.calibration import Calibration
 from forge_ptq.services.crew import FleetError
-from forge_ptq.services.policy_batches import make_batches
+from forge_ptq.services.policy_batches import make_batches, shortened
 from forge_ptq.services.replicas import call_one
 from forge_ptq.services.round import Item, Outcome
 from forge_ptq.services.sampler import Rollout
@@ -83,7 +83,7 @@ async def run_calibration(
     if shift or not cfg.smoothing.enabled:
         last = 1
         tokens = await _pass(fleet, round_, 1, version, batches, shift, account)
-    before = fleet.calibration
+    before, auto = fleet.calibration, cfg.plan.mode == "auto"
     plan = Plan(
         version=version,
         round=round_,
@@ -91,10 +91,10 @@ async def run_calibration(
         shift=shift,
         method=cfg.calibration.range,
         percentile=cfg.calibration.percentile,
-        auto=cfg.plan.mode == "auto",
+        auto=auto,
         budget=cfg.plan.budget,
         max_evaluations=cfg.plan.max_evaluations,
-        rollouts=list(plan_rollouts) if cfg.plan.mode == "auto" else [],
+        rollouts=shortened(plan_rollouts, cfg.plan.response_tokens) if auto else [],
         start=dict(before.layers) if before is not None else None,
     )
     planned: PlanDone = await _one(fleet, "plan", plan)

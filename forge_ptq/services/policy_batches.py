@@ -11,10 +11,13 @@ Shape suffixes: B sequences, T positions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
 import torch
+
+from forge_ptq.services.sampler import Rollout
 
 BATCH_TOKENS = 4096
 """Positions per forward pass, padding included (one sequence may exceed it)."""
@@ -60,6 +63,17 @@ def make_batches(rollouts: Sequence[S], batch_tokens: int = BATCH_TOKENS) -> lis
     """
     batches = batch_indices(rollouts, batch_tokens)
     return [[rollouts[index] for index in batch] for batch in batches]
+
+
+def shortened(rollouts: Iterable[Rollout], response_tokens: int) -> list[Rollout]:
+    """The same rollouts with their responses cut to the first response_tokens (at least 1).
+
+    A plan is decided on many rollouts, not on long ones: tokens of one rollout repeat each other.
+    """
+    return [
+        replace(rollout, token_ids=rollout.token_ids[: rollout.response_start + response_tokens])
+        for rollout in rollouts
+    ]
 
 
 def padded(batch: Sequence[Sequence_]) -> tuple[torch.Tensor, torch.Tensor]:

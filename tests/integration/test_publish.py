@@ -16,7 +16,7 @@ import torch
 
 from forge_ptq import runtime, store
 from forge_ptq.artifact import ArtifactRef
-from forge_ptq.config import PTQConfig
+from forge_ptq.config import PlanConfig, PTQConfig
 from forge_ptq.engine.generator import QuantizedGenerator
 from forge_ptq.services.ptq import PTQ
 from forge_ptq.services.quantizer import Quantizer
@@ -24,7 +24,10 @@ from tests.integration.ptq_support import VOCAB, policy_state, save_policy
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
-PLAN = {"default": "int8_dynamic", "overrides": {"*.o_proj": "int8_static", "*.down_proj": "bf16"}}
+PLAN: dict[str, Any] = {
+    "default": "int8_dynamic",
+    "overrides": {"*.o_proj": "int8_static", "*.down_proj": "bf16"},
+}
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 GREEDY = {"temperature": 0.0, "max_tokens": 12, "n": 1}
 
@@ -88,7 +91,7 @@ async def loop(tmp_path_factory):
         ),
     )
     cfg = PTQConfig()
-    cfg.plan.default, cfg.plan.overrides = PLAN["default"], PLAN["overrides"]
+    cfg.plan = PlanConfig(**PLAN)
     cfg.calibration.rollouts, cfg.calibration.batch_tokens = 16, 64
     cfg.drift.enabled = False  # random weights, few tokens
     cfg.probe.sequences, cfg.probe.min_sequences, cfg.sampler.probe_fraction = 16, 8, 0.5

@@ -14,7 +14,7 @@ import torch
 
 from forge_ptq import runtime, store
 from forge_ptq.artifact import ArtifactRef
-from forge_ptq.config import PTQConfig
+from forge_ptq.config import PlanConfig, PTQConfig
 from forge_ptq.numerics.drift import Drift
 from forge_ptq.services.fleet import CalibrationError
 from forge_ptq.services.ptq import PTQ
@@ -44,7 +44,8 @@ async def clean_store(running_store):
 async def launch(generators: Generators, fleet: FakeFleet, offered: int = 40, **settings):
     cfg = PTQConfig()
     cfg.probe.min_sequences, cfg.probe.sequences = 4, 8
-    cfg.plan.default, cfg.smoothing.enabled = fleet.scheme, False
+    cfg.plan = PlanConfig(default=fleet.scheme)  # type: ignore[arg-type]
+    cfg.smoothing.enabled = False
     for key, value in settings.items():
         block, _, name = key.partition("__")
         setattr(getattr(cfg, block) if name else cfg, name or block, value)

@@ -59,7 +59,7 @@ def test_a_checkpoint_in_pieces_is_read_whole(tmp_path: Path) -> None:
 
     from forge_ptq.config.assets import linear_names
 
-    where = {}
+    where: dict[str, str] = {}
     for index, layer in enumerate(("a", "b", "c")):
         file = f"part-{index}.safetensors"
         save_file(

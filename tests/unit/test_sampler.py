@@ -80,7 +80,7 @@ def test_the_sides_never_share_a_prompt_and_get_their_shares():
     groups = [{r.group for r in rollouts} for rollouts in drawn]
     for index, side in enumerate(groups):
         assert side
-        assert not side & set.union(*groups[:index], *groups[index + 1 :])
+        assert all(side.isdisjoint(other) for other in groups[:index])
     assert sum(map(len, groups)) == 300
     assert 0.2 < len(groups[0]) / 300 < 0.4
     assert 0.18 < len(groups[1]) / 300 < 0.38  # 0.7 * 0.4
@@ -184,12 +184,13 @@ def test_bounds_hold_whatever_comes(seed):
     """Random streams against what a reader of the docstring would compute from the whole past."""
     rng = random.Random(seed)
     capacity, max_age, max_tokens = rng.randint(2, 60), rng.randint(0, 3), rng.randint(1, 900)
-    settings = {
+    settings: dict[str, Any] = {
         "capacity": capacity, "max_age": max_age, "max_tokens": max_tokens,
         "probe_fraction": rng.uniform(0.1, 0.9), "plan_fraction": rng.choice([0.0, 0.3, 0.6]),
     }  # fmt: skip
     sampler, twin = RolloutSampler(**settings), RolloutSampler(**settings)
-    newest, homes = 0, {}
+    newest = 0
+    homes: dict[str, Any] = {}
     for _ in range(40):
         batch = []
         for _ in range(rng.randint(0, 8)):
