@@ -10,22 +10,23 @@ down_proj, say) or of a complete plan is not. So the search measures only such:
    log-rise is shared out among its groups in proportion to their local errors. Log-rise is KL, and
    the KL of small independent errors adds up.
 3. That additive model gives an order of demotions, most error removed per cost first, in which a
-   group may skip the middle scheme (``ladder_of``). Its prefixes are plans from cheapest to bf16;
+   group may skip the middle scheme. Its prefixes are plans from cheapest to bf16;
    bisection finds the shortest that measures within budget.
 4. What the model got wrong is refined: groups are promoted again, as many at a time as the model
    says will fit, each time measured, halved when it did not fit.
 
 A plan is only returned after it was measured within ``margin * budget``: the margin is for rollouts
 that the search has not seen. If not even bf16 (and what the user fixed) measures within it, that is
-returned with ``reached`` False.
+returned with ``reached`` False. Step 2 and the order of step 3 are in ``plan_model``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
+from forge_ptq.numerics.plan_model import COSTS, Choice, fitted, ladder_of
 from forge_ptq.numerics.sensitivity import (
     DYNAMIC,
     FULL,
@@ -50,16 +51,6 @@ __all__ = [
     "local_errors",
     "search",
 ]
-
-COSTS: Mapping[str, float] = {STATIC: 1.0, DYNAMIC: 1.5, FULL: 2.0}
-"""Cost per FLOP. int8 runs at twice the speed of bf16; a dynamic scale needs a pass over the tokens
-that cannot fuse into the op before it, and engines without per-token kernels cannot serve it."""
-
-BISECTION = 6
-"""Evaluations that measuring the classes leaves over: enough to place a plan within 2 %."""
-
-Choice = dict[str, str]
-"""{group name: scheme}."""
 
 
 @dataclass(frozen=True)
@@ -86,36 +77,6 @@ class PlanResult:
     measurements: tuple[Measurement, ...] = field(default=())
 
 
-def ladder_of(
-    groups: Sequence[Group], costs: Mapping[str, float] = COSTS
-) -> list[tuple[str, str, str]]:
-    """Demotions (group, from, to), most error removed per cost first.
-
-    Per group only the lower convex hull of (cost, error) counts, so a scheme that saves little
-    error for its cost is skipped.
-    """
-    moves: list[tuple[float, float, str, str, str]] = []
-    for group in groups:
-        if group.fixed is not None:
-            continue
-        points = sorted((costs[s], error, s) for s, error in group.error.items() if s in costs)
-        at = points[0]
-        while True:
-            steeper = [
-                ((at[1] - p[1]) / (p[0] - at[0]), p)
-                for p in points
-                if p[0] > at[0] and p[1] < at[1]
-            ]
-            if not steeper:
-                break
-            slope, to = max(steeper, key=lambda entry: (entry[0], entry[1][0]))
-            moves.append((-slope / group.flops, -group.error[at[2]], group.name, at[2], to[2]))
-            at = to
-        if at[2] != FULL:  # an error of zero still ends in bf16, last of all
-            moves.append((0.0, 0.0, group.name, at[2], FULL))
-    return [(name, old, new) for _, _, name, old, new in sorted(moves, key=lambda m: m[:2])]
-
-
 def search(
     groups: Sequence[Group],
     evaluate: Callable[[dict[str, str]], float],
@@ -130,7 +91,8 @@ def search(
 
     evaluate: {layer: scheme} -> relative perplexity rise (0.03 is 3 %) of the whole model; not
     finite counts as over any budget. start: a plan to try first, of the calibration before; if it
-    still fits, the search is only the refinement from there.
+    still fits, the search is only the refinement from there, or nothing at all where too few
+    evaluations are left to measure the classes: local errors alone compare only within a class.
     """
     if max_evaluations < 3:
         raise ValueError(f"max_evaluations must be at least 3, got {max_evaluations}")
@@ -139,12 +101,14 @@ def search(
     if run.fits("cheapest", cheapest):
         return run.result(cheapest)
     best: Choice | None = None
-    model = list(groups)
     if start is not None:
         warm = {g.name: g.fixed or start.get(g.members[0], FULL) for g in groups}
         best = warm if run.fits("start", warm) else None
+    model = fitted(groups, run.measure, lambda: run.left, costs)
+    if model is None and best is not None:
+        return run.result(best)
+    model = model or list(groups)
     if best is None:
-        model = run.calibrated()
         best = run.bisect(cheapest, ladder_of(model, costs))
     if best is None:
         return run.result({g.name: g.fixed or FULL for g in groups})
@@ -194,64 +158,6 @@ class _Search:
             shares=flop_shares(self.groups, choice),
             measurements=tuple(self.log),
         )
-
-    # -- step 2 --
-
-    def calibrated(self) -> list[Group]:
-        """The groups with errors in units of the measured log-rise.
-
-        Too few evaluations left to measure classes and bisect afterwards: the groups as they are.
-        """
-        free = [group for group in self.groups if group.fixed is None]
-        kinds = sorted({group.kind for group in free})
-        bisection = min(BISECTION, math.ceil(math.log2(2 * len(free) + 1)) + 1)
-        if self.left < len(kinds) + 2 + bisection:
-            return list(self.groups)
-        background = {g.name: g.fixed or FULL for g in self.groups}
-        base = 0.0
-        if any(group.fixed not in (None, FULL) for group in self.groups):
-            base = math.log1p(self.measure("fixed", background))
-
-        def log_rise(step: str, names: Iterable[str], scheme: str) -> float:
-            rise = self.measure(step, background | dict.fromkeys(names, scheme))
-            return max(math.log1p(min(rise, 1e6)) - base, 0.0)
-
-        blocks: list[tuple[float, list[Group]]] = []
-        for kind in kinds:
-            members = [group for group in free if group.kind == kind]
-            names = [group.name for group in members]
-            blocks.append((log_rise(f"{kind} static", names, STATIC), members))
-        for _ in range(2):
-            if self.left <= bisection + 2:
-                break
-            blocks.sort(key=lambda block: -block[0])
-            whole, members = blocks[0]
-            ranked = sorted(members, key=lambda group: -group.error[STATIC])
-            cut = max(1, len(ranked) // 5)
-            if len(ranked) < 2 or whole <= 0:
-                break
-            rest = log_rise(
-                f"{ranked[0].kind} static without {cut}", [g.name for g in ranked[cut:]], STATIC
-            )
-            rest = min(rest, whole)
-            blocks[:1] = [(whole - rest, ranked[:cut]), (rest, ranked[cut:])]
-        static = _shared_out(blocks, STATIC)
-        dynamic = dict.fromkeys(static, 0.0)
-        names = [group.name for group in free]
-        total = log_rise("all dynamic", names, DYNAMIC) if DYNAMIC in self.costs else 0.0
-        # A group's dynamic error, in the units its static error came out in.
-        units = {
-            g.name: static[g.name] * g.error[DYNAMIC] / g.error[STATIC] if g.error[STATIC] else 0.0
-            for g in free
-        }
-        scale = total / sum(units.values()) if sum(units.values()) > 0 else 0.0
-        dynamic = {name: unit * scale for name, unit in units.items()}
-        return [
-            g
-            if g.fixed is not None
-            else replace(g, error={STATIC: static[g.name], DYNAMIC: dynamic[g.name], FULL: 0.0})
-            for g in self.groups
-        ]
 
     # -- step 3 --
 
@@ -317,14 +223,3 @@ class _Search:
                     added = max(errors[name][scheme] - errors[name][now], 0.0)
                     moves.append((added / saved, added, name, scheme))
         return [(added, name, scheme) for _, added, name, scheme in sorted(moves)]
-
-
-def _shared_out(blocks: Sequence[tuple[float, list[Group]]], scheme: str) -> dict[str, float]:
-    """Each block's measured log-rise in proportion to its groups' local errors."""
-    shares: dict[str, float] = {}
-    for measured, members in blocks:
-        total = sum(group.error[scheme] for group in members)
-        for group in members:
-            part = group.error[scheme] / total if total > 0 else 1 / len(members)
-            shares[group.name] = measured * part
-    return shares

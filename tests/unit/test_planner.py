@@ -1,6 +1,7 @@
 """The plan search against synthetic models of how errors add up."""
 
 import math
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -171,6 +172,24 @@ def test_a_plan_that_still_fits_is_the_start():
     assert len(calls) <= 6
     worse = {name: {s: 3 * e for s, e in errors.items()} for name, errors in truth.items()}
     assert search(groups, additive(worse), 0.03, start=first.layers).reached
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_start_is_refined_in_units_that_compare_across_classes(seed):
+    groups, truth = model(seed=seed)
+    # Local errors that make the most harmful class look a thousand times better than the others.
+    wrong = [
+        replace(g, error={s: e / 1000 for s, e in g.error.items()}) if g.kind == "down_proj" else g
+        for g in groups
+    ]
+    start = search(wrong, additive(truth), 0.01).layers
+    result = search(wrong, additive(truth), 0.03, start=start)
+    assert result.reached
+    assert cost_of(groups, result.layers) <= 1.02 * optimum(groups, truth, 0.027)
+    # Too few evaluations to measure the classes: what fits is kept as it is.
+    kept = search(wrong, additive(truth), 0.03, start=start, max_evaluations=8)
+    assert kept.layers == start
+    assert len(kept.measurements) == 2
 
 
 @pytest.mark.parametrize("limit", [3, 4, 7, 11])
