@@ -8,6 +8,9 @@ Three numbers per site, all from statistics that a forward pass collects on the 
   to base 2, a metric in [0, 1]; it also sees a distribution that shrinks;
 - ``absmax_ratio``: largest |x| now over largest |x| then.
 
+Base statistics merged by ``median`` or ``weighted_mean`` have a lowered absmax, that of the range.
+It says nothing of the largest |x| then, which only the histogram still bounds: see ``largest``.
+
 Statistics of few tokens scatter: an absmax over fewer tokens is smaller, and the distance of two
 samples of n elements in k occupied bins has a bias of about sqrt(k / (4 n ln 2)).
 
@@ -22,7 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
-from forge_ptq.numerics.stats import ActivationStats, bin_edges
+from forge_ptq.numerics.stats import BINS, ActivationStats, bin_edges
 
 
 @dataclass(frozen=True)
@@ -43,16 +46,30 @@ class Thresholds:
     max_absmax_ratio: float
 
 
+def largest(stats: ActivationStats) -> float:
+    """Largest |x| that was seen: absmax, or the upper edge of the last occupied bin if absmax was
+    lowered below that bin. 0.0 if there was nothing, the largest fp32 for the bin open upwards.
+    """
+    occupied = stats.histogram_B.nonzero()
+    if not len(occupied):
+        return 0.0
+    top = int(occupied.max())
+    edges_B = bin_edges()
+    if top == 0 or stats.absmax >= float(edges_B[top]):
+        return stats.absmax
+    return float(edges_B[top + 1]) if top < BINS - 1 else torch.finfo(torch.float32).max
+
+
 def clipped_fraction(stats: ActivationStats, limit: float) -> float:
     """Share of elements with |x| > limit, in [0, 1]; 0.0 if there are none or limit is 0."""
     count = stats.count
-    if not count or limit <= 0 or limit >= stats.absmax:
+    if not count or limit <= 0 or limit >= (bound := largest(stats)):
         return 0.0
     edges_B = bin_edges()
     edges_B[0] = 0.0
-    # No element lies above absmax, which also bounds the bin that is open upwards.
+    # No element lies above the bound, which also closes the bin that is open upwards.
     top = int(stats.histogram_B.nonzero().max())
-    edges_B[top + 1] = stats.absmax
+    edges_B[top + 1] = bound
     left_B, right_B = edges_B[: top + 1], edges_B[1 : top + 2]
     width_B = (right_B - left_B).clamp(min=1e-300)
     above_B = ((right_B - limit) / width_B).clamp(0.0, 1.0)
@@ -86,9 +103,10 @@ def drift(now: ActivationStats, base: ActivationStats, limit: float) -> Drift:
 
 
 def _ratio(now: ActivationStats, base: ActivationStats) -> float:
-    if base.absmax > 0:
-        return now.absmax / base.absmax
-    return math.inf if now.absmax > 0 else 1.0
+    then = largest(base)
+    if then > 0:
+        return largest(now) / then
+    return math.inf if largest(now) > 0 else 1.0
 
 
 def worst(drifts: Mapping[str, Drift]) -> Drift:

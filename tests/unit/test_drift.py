@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ from forge_ptq.numerics.drift import (
     drift,
     exceeded,
     js_distance,
+    largest,
     worst,
 )
+from forge_ptq.numerics.merge import RULES, reduce
 from forge_ptq.numerics.stats import ActivationStats, measure
 
 
@@ -67,6 +70,35 @@ def test_same_distribution_does_not_drift_and_another_does():
     assert loud.clipped_fraction > 0.05
     assert loud.absmax_ratio > 2
     assert drift(narrower, base, base.absmax).js_distance > 0.3
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_what_was_merged_by_any_rule_has_not_drifted_from_itself(rule):
+    """One share of five saw outliers that its rule may have lowered the range below."""
+    parts = [sample(seed, 50.0 if seed == 4 else 1.0) for seed in range(5)]
+    base = reduce({f"s{i}": {"a": measure(x_TC)} for i, x_TC in enumerate(parts)}, rule)["a"]
+    now = measure(torch.cat(parts))
+    found = drift(now, base, base.absmax)
+    assert found.js_distance == 0.0
+    assert 0.85 < found.absmax_ratio <= 1.0  # a bin's width
+    meant = clipped_fraction(base, base.absmax)
+    # What the range cut off is known, so that what is clipped beyond it is nothing.
+    assert found.clipped_fraction == pytest.approx(meant, rel=0.1)
+    true = float((torch.cat(parts).abs() > base.absmax).double().mean())
+    assert meant == pytest.approx(true, rel=0.1)
+    assert drift(measure(parts[4] * 3), base, base.absmax).absmax_ratio > 2
+
+
+def test_the_largest_is_bounded_by_the_histogram_if_absmax_was_lowered():
+    stats = measure(torch.tensor([[0.3, 5.1]]))
+    assert largest(stats) == stats.absmax
+    lowered = replace(stats, absmax_C=torch.full((2,), 0.3))
+    assert largest(lowered) == 5.5  # of eighths of an octave from 4
+    beyond = replace(measure(torch.tensor([[1e9]])), absmax_C=torch.ones(1))
+    assert largest(beyond) > 1e38
+    assert clipped_fraction(beyond, 1.0) == 1.0
+    assert largest(ActivationStats.empty(3)) == 0.0
+    assert largest(measure(torch.zeros(4, 3))) == 0.0
 
 
 def test_sites_that_saw_nothing_have_not_drifted():
