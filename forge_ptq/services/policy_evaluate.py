@@ -3,12 +3,14 @@
     evaluator = Evaluator(policy, rollouts, shift)
     scores = evaluator.scores(layers, ranges)      # layers: {name: scheme}, ranges: {name: absmax}
 
-Every quantized linear computes what the int8 kernels compute, on the same integers:
+Every quantized linear computes what the engine's CPU kernels compute from the same x, on the same
+integers (``engine.kernels``):
 
-    y_MN = (q_MK @ codes_NK.T) * s_M * scale_N + b_N,   q = clamp(round(x / s), -127, 127)
+    y_MN = (q_MK @ codes_NK.T) * s_M * scale_N + b_N,   q = clamp(round(x * (1 / s)), -128, 127)
 
 with x divided by the smoothing factors, s = range / 127 (static) or max|x_M| / 127 per token
-(dynamic), and the codes that an artifact would hold. Integers are carried as fp32, whose products
+(dynamic), and the codes that an artifact would hold. The reciprocal matters: a value on the edge
+between two integers goes another way than by division. Integers are carried as fp32, whose products
 are exact and whose sums are exact up to K = 1040 and rounded in the 24th bit beyond. Producers of
 smoothed inputs need no folding here: their factors are powers of two, which change the exponents
 of their scales and none of their codes. Layers left in bf16 run as the reference does.
@@ -30,7 +32,7 @@ from torch import nn
 
 from forge_ptq.numerics.divergence import kl_from_logprobs
 from forge_ptq.numerics.plan import group_of
-from forge_ptq.numerics.schemes import INT8_MAX, SCALE_MIN
+from forge_ptq.numerics.schemes import INT8_MAX, INT8_MIN
 from forge_ptq.numerics.schemes.common import activation_scale, quantize_weight
 from forge_ptq.numerics.smoothing import factors
 from forge_ptq.numerics.stats_table import channel_slice
@@ -40,6 +42,9 @@ from forge_ptq.services.policy_tp import linear_part
 
 if TYPE_CHECKING:
     from forge_ptq.services.policy_copy import PolicyCopy
+
+TINY = torch.finfo(torch.float32).tiny
+"""Smallest scale with a finite reciprocal."""
 
 VOCAB_BLOCK = 4096
 """Rows of lm_head taken to fp32 at a time."""
@@ -116,8 +121,9 @@ class FakeQuantizedLinear:
             x_MK = x_MK * self.inverse_K
         s_M1 = self.input_scale_1
         if s_M1 is None:
-            s_M1 = (self._largest(x_MK) / INT8_MAX).clamp(min=SCALE_MIN)
-        q_MK = (x_MK / s_M1).round_().clamp_(-INT8_MAX, INT8_MAX)
+            # Of a token of zeros the engine's codes are void and its scale is 0; so is y either way.
+            s_M1 = (self._largest(x_MK) / INT8_MAX).clamp(min=TINY)
+        q_MK = (x_MK * s_M1.reciprocal()).round_().clamp_(INT8_MIN, INT8_MAX)
         y_MN = F.linear(q_MK, self.codes_NK.to(torch.float32))
         y_MN.mul_(s_M1).mul_(self.scale_N)
         if self.bias_N is not None:

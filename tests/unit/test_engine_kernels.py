@@ -17,6 +17,7 @@ from forge_ptq.engine.kernels import (
     exactness,
     select_kernels,
 )
+from forge_ptq.services.policy_evaluate import FakeQuantizedLinear
 
 SHAPES = [(1, 7, 5), (1, 33, 17), (5, 1, 64), (3, 48, 100), (17, 130, 129), (1, 96, 1536)]
 
@@ -74,6 +75,23 @@ def test_int8_equals_integer_arithmetic(
     assert got.dtype == torch.bfloat16
     assert prepared.scheme == f"int8_{scheme}"
     torch.testing.assert_close(got.double(), want, rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.parametrize("scheme", ["static", "dynamic"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_evaluator_computes_the_same_integers(scheme: str, dtype: torch.dtype) -> None:
+    """Bit for bit: edges between integers, clipping to -128, tokens tiny or of zeros."""
+    generator = torch.Generator().manual_seed(3)
+    w_NK = torch.randint(-127, 128, (16, 129), dtype=torch.int8, generator=generator)
+    ws_N1 = torch.rand(16, 1, generator=generator) * 0.01 + 1e-4
+    for scale in (0.03, 0.0117, 0.00713):
+        half_MK = torch.randint(-140, 140, (40, 129), generator=generator) + 0.5
+        x_MK = (half_MK * scale).to(dtype)
+        x_MK[0], x_MK[1] = 0.0, x_MK[1] * 1e-6
+        scale_1 = torch.tensor([scale]) if scheme == "static" else None
+        served = Fp32Kernels().int8(w_NK, ws_N1, scale_1).apply(x_MK, None)
+        simulated = FakeQuantizedLinear(w_NK, ws_N1, None, None, scale_1, ws_N1)(x_MK)
+        assert torch.equal(simulated, served)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

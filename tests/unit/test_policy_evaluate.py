@@ -76,11 +76,11 @@ def served(policy: PolicyCopy, calibration: Calibration) -> Any:
     model.load_state_dict(state, strict=False)
 
     def static(scale_1):
-        return lambda _, args: ((args[0] / scale_1).round().clamp(-127, 127) * scale_1,)
+        return lambda _, args: ((args[0] * (1 / scale_1)).round().clamp(-128, 127) * scale_1,)
 
     def dynamic(_, args):
         s_M1 = args[0].abs().amax(-1, keepdim=True) / 127
-        return ((args[0] / s_M1).round() * s_M1,)
+        return ((args[0] * (1 / s_M1)).round() * s_M1,)
 
     for name, scheme in layers.items():
         module = model.get_submodule(name)

@@ -13,7 +13,7 @@ from typing import Protocol, cast
 import torch
 
 from forge_ptq.numerics.schemes import bf16, int8_dynamic, int8_static
-from forge_ptq.numerics.schemes.common import INT8_MAX, SCALE_MIN, QuantizationError
+from forge_ptq.numerics.schemes.common import INT8_MAX, INT8_MIN, SCALE_MIN, QuantizationError
 
 
 class Scheme(Protocol):
@@ -54,6 +54,7 @@ def get_scheme(name: str) -> Scheme:
 
 __all__ = [
     "INT8_MAX",
+    "INT8_MIN",
     "PART_DTYPES",
     "SCALE_MIN",
     "SCHEMES",

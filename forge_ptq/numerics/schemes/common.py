@@ -20,6 +20,11 @@ from __future__ import annotations
 import torch
 
 INT8_MAX = 127
+"""Largest code, and with a minus the smallest of a weight."""
+
+INT8_MIN = -128
+"""Smallest code of an activation: static scales clip there."""
+
 SCALE_MIN = torch.finfo(torch.float32).eps
 """Smallest scale handed out, for weights and activations alike."""
 
