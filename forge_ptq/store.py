@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,6 +39,7 @@ from forge_ptq.store_artifacts import (
     set_committed,
 )
 from forge_ptq.store_io import StoreError, StoreNotRunning
+from forge_ptq.store_tensors import StoredTensor, writers
 
 __all__ = [
     "ArtifactPart",
@@ -60,6 +61,7 @@ __all__ = [
     "set_committed",
     "shutdown",
     "weight_prefix",
+    "weight_specs",
     "weight_versions",
 ]
 
@@ -133,8 +135,6 @@ async def put_weights(
     cannot keep as shards (uneven or strided ones, partial sums) are gathered first, which is
     collective. Raises StoreError, also for a version that this rank has already put.
     """
-    from forge_ptq.store_tensors import writers
-
     if not state:
         raise ValueError(f"put_weights({version}): no tensors")
     rank, world = writers(state, rank, world_size)
@@ -146,35 +146,66 @@ async def put_weights(
 
     for name in names:
         await io.put_tensor(f"{prefix}.{name}", state[name], rank)
-    sizes = {name: state[name].numel() * state[name].element_size() for name in names}
-    await io.put(marker, json.dumps({"sizes": sizes, "world_size": world}))
+    tensors = {name: StoredTensor.of(state[name]).record() for name in names}
+    await io.put(marker, json.dumps({"tensors": tensors, "world_size": world}))
 
 
-async def _sizes(version: int) -> dict[str, int]:
-    """{HF name: bytes} of a version; StoreError unless every rank has put its marker."""
+async def weight_specs(version: int) -> dict[str, StoredTensor]:
+    """Dtype and whole shape of each tensor of a complete policy version, by HF name, sorted.
+
+    Raises StoreError naming the version if it is not complete, was dropped, or the store is gone.
+    """
     prefix = weight_prefix(version)
-    sizes: dict[str, int] = {}
+    found: dict[str, StoredTensor] = {}
     rank, world = 0, 1
     while rank < world:
         marker = f"{prefix}.{_MARKER}.{rank:05d}"
         if not await io.exists(marker):
             raise StoreError(f"get {prefix}: not complete or dropped (no marker of rank {rank})")
         record = json.loads(await io.get(marker))
-        sizes.update(record["sizes"])
+        for name, each in record["tensors"].items():
+            found[name] = StoredTensor.from_record(each)
         rank, world = rank + 1, record["world_size"]
-    return sizes
+    return dict(sorted(found.items()))
 
 
-async def get_weights(version: int) -> dict[str, torch.Tensor]:
-    """All tensors of a complete policy version, whole, by HF name, in sorted order.
+async def get_weights(
+    version: int, slices: Mapping[str, Sequence[slice]] | None = None
+) -> dict[str, torch.Tensor]:
+    """All tensors of a complete policy version by HF name, in sorted order.
 
-    Raises StoreError naming the version if it is not complete, was dropped, or the store is gone.
+    slices: {name: one slice [start:stop] per dimension}, for tensors of which only that part is
+    wanted; only its bytes travel, whether the version was put whole or in shards. Tensors not named
+    come whole. Raises StoreError like ``weight_specs``, and ValueError for a slice that does not
+    lie within its tensor.
     """
     prefix = weight_prefix(version)
-    sizes = await _sizes(version)
-    names = sorted(sizes)
-    tensors = await io.gather(partial(io.get, f"{prefix}.{name}", sizes[name]) for name in names)
-    return dict(zip(names, tensors, strict=True))
+    specs = await weight_specs(version)
+    for name, where in (slices or {}).items():
+        if name not in specs:
+            raise ValueError(f"get {prefix}: a slice of {name} is wanted, it has no such tensor")
+        shape = specs[name].shape
+        if len(where) != len(shape) or not all(
+            part.step in (None, 1) and 0 <= part.start <= part.stop <= size
+            for part, size in zip(where, shape, strict=True)
+        ):
+            raise ValueError(f"get {prefix}: {list(where)} is not within {name} {list(shape)}")
+
+    def fetch(name: str, spec: StoredTensor) -> Callable[[], Awaitable[torch.Tensor]]:
+        key = f"{prefix}.{name}"
+        if slices is None or name not in slices:
+            return partial(io.get, key, spec.nbytes)
+        return partial(
+            io.get_slice,
+            key,
+            offsets=[part.start for part in slices[name]],
+            local_shape=[part.stop - part.start for part in slices[name]],
+            shape=spec.shape,
+            dtype=spec.dtype,
+        )
+
+    tensors = await io.gather(fetch(name, spec) for name, spec in specs.items())
+    return dict(zip(specs, tensors, strict=True))
 
 
 async def weight_versions() -> list[int]:

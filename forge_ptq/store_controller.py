@@ -8,7 +8,8 @@ this module must be importable in workers and must not depend on how the client 
 and takes three calls for every key that it does delete.
 
 A volume answers a request for a slice with a view of what it holds, and pickling a view sends all
-of its storage. Our volume sends the slice's own bytes.
+of its storage. Our volume sends the slice's own bytes, also of a tensor that was put whole, which
+TorchStore always sends whole.
 """
 
 from __future__ import annotations
@@ -100,11 +101,39 @@ class StoreVolume(StorageVolume):
     @endpoint
     async def get(self, key: str, transport_buffer: Any, request: Any) -> Any:
         """What is stored, or the slice of it that the request names."""
+        stored = self._whole(key)
+        if stored is not None and request.tensor_slice is not None:
+            await transport_buffer.write_from(_cut(key, stored, request.tensor_slice))
+            return transport_buffer
         answer = await self.store.get(key, transport_buffer, request)
         tensor = getattr(answer, "tensor", None)
         if isinstance(tensor, torch.Tensor):
             answer.tensor = compact(tensor)
         return answer
+
+    @endpoint
+    async def get_meta(self, key: str, request: Any = None) -> Any:
+        """(shape, dtype) of what ``get`` would send; buffers for RDMA ask first."""
+        stored = self._whole(key)
+        if stored is not None and request is not None and request.tensor_slice is not None:
+            cut = _cut(key, stored, request.tensor_slice)
+            return cut.shape, cut.dtype
+        return await self.store.get_meta(key, request)
+
+    def _whole(self, key: str) -> torch.Tensor | None:
+        """The tensor under a key, if it was put in one piece."""
+        stored = self.store.kv.get(key)
+        return stored if isinstance(stored, torch.Tensor) else None
+
+
+def _cut(key: str, stored: torch.Tensor, part: Any) -> torch.Tensor:
+    """A slice of a whole tensor, owning just its bytes."""
+    if tuple(stored.shape) != tuple(part.global_shape):
+        raise ValueError(
+            f"{key}: has shape {list(stored.shape)}, expected {list(part.global_shape)}"
+        )
+    where = zip(part.offsets, part.local_shape, strict=True)
+    return compact(stored[tuple(slice(at, at + size) for at, size in where)])
 
 
 torchstore.api.Controller = StoreController

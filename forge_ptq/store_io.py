@@ -175,18 +175,44 @@ async def get_slice(
     shape: Sequence[int],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Any slice of a tensor that was put with ``put_slice``; only its bytes travel."""
+    """Any slice of a tensor, however it was put; only the slice's bytes travel, and only once.
+
+    The result owns its memory. StoreError if the tensor has another shape or dtype.
+    """
     from torchstore.transport.pipe import TensorSlice
 
-    numel = math.prod(local_shape)
-    if numel == 0:
-        return torch.empty(tuple(local_shape), dtype=dtype)
+    result = torch.empty(tuple(local_shape), dtype=dtype)
+    if result.numel() == 0:
+        return result
     part = TensorSlice(tuple(offsets), (), tuple(shape), tuple(local_shape), ())
-    found = ts().get(key, tensor_slice_spec=part)
-    tensor = await within(f"get {key}", found, numel * dtype.itemsize)
-    if tuple(tensor.shape) != tuple(local_shape) or tensor.dtype != dtype:
-        raise StoreError(
-            f"get {key}: expected {dtype} {list(local_shape)} of {list(shape)}, got "
-            f"{tensor.dtype} {list(tensor.shape)}"
-        )
-    return tensor
+    await within(f"get {key}", _get_pieces(key, part, result), result.numel() * dtype.itemsize)
+    return result
+
+
+async def _get_pieces(key: str, part: Any, result: torch.Tensor) -> None:
+    """Fill result with a part of a tensor, from the slices of it that the volumes hold."""
+    from torchstore.controller import ObjectType
+    from torchstore.transport.pipe import Pipe, Request
+    from torchstore.utils import get_slice_intersection
+
+    client = await ts().client()
+    pieces: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+    for volume_id, info in (await client._locate_volumes(key)).items():
+        volume = client.strategy.get_storage_volume(volume_id)
+        whole = info.object_type is ObjectType.TENSOR
+        for stored in [part] if whole else info.tensor_slices:
+            piece = get_slice_intersection(stored, part)
+            if piece is not None:  # the same one may lie there several times, once per replica
+                pieces[(*piece.offsets, *piece.local_shape)] = (volume, piece)
+    if sum(math.prod(piece.local_shape) for _, piece in pieces.values()) != result.numel():
+        raise StoreError(f"get {key}: the slices stored do not make up one of {part.global_shape}")
+    for volume, piece in pieces.values():
+        request = Request.from_tensor_slice(piece)
+        tensor = await Pipe(volume).get_from_storage_volume(key, request)
+        if tensor.dtype != result.dtype or tuple(tensor.shape) != tuple(piece.local_shape):
+            raise StoreError(
+                f"get {key}: expected {result.dtype} {list(piece.local_shape)}, got "
+                f"{tensor.dtype} {list(tensor.shape)}"
+            )
+        where = zip(piece.offsets, part.offsets, piece.local_shape, strict=True)
+        result[tuple(slice(at - base, at - base + size) for at, base, size in where)] = tensor

@@ -2,11 +2,41 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """What a marker says about a tensor, and a reader checks."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    """Of the whole, for shards too."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> StoredTensor:
+        """Of a plain tensor or a DTensor."""
+        return cls(tensor.dtype, tuple(tensor.shape))
+
+    @classmethod
+    def from_record(cls, record: tuple[str, list[int]]) -> StoredTensor:
+        """Back from what ``record`` made."""
+        return cls(getattr(torch, record[0]), tuple(record[1]))
+
+    def record(self) -> tuple[str, list[int]]:
+        """As JSON keeps it."""
+        return str(self.dtype).removeprefix("torch."), list(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def writers(

@@ -88,11 +88,6 @@ def _plan(config: RunConfig, problems: Problems) -> None:
     ptq, plan = config.ptq, config.ptq.plan
     schemes = {plan.default, *plan.overrides.values()}
     if plan.mode == "auto":
-        if config.services.quantizer.procs > 1:
-            got = config.services.quantizer.procs
-            message = f"got {got}, expected 1 while ptq.plan.mode is auto"
-            more = "measuring a plan needs whole replicas"
-            problems.append(("services.quantizer.procs", f"{message}: {more}"))
         if plan.max_evaluations < 3:
             message = f"got {plan.max_evaluations}, expected 3 or more for ptq.plan.mode auto"
             problems.append(("ptq.plan.max_evaluations", message))

@@ -41,6 +41,7 @@ from forge_ptq.services.policy_batches import (
     padded,
 )
 from forge_ptq.services.policy_evaluate import Evaluator
+from forge_ptq.services.policy_load import Intake
 from forge_ptq.services.policy_model import build_model
 from forge_ptq.services.policy_quantize import (
     corrupt_scales,
@@ -48,7 +49,7 @@ from forge_ptq.services.policy_quantize import (
     parameter_shares,
     quantize_parameters,
 )
-from forge_ptq.services.policy_tp import assign, observing
+from forge_ptq.services.policy_tp import observing
 
 __all__ = ["PolicyCopy", "Sequence_", "build_model", "full", "make_batches"]
 
@@ -63,13 +64,9 @@ class PolicyCopy:
     def __init__(self, model: Any, plan: QuantPlan) -> None:
         self.model = model
         self.version: int | None = None
-        self.architecture = type(model).__name__
-        self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
-        self._aliases = {
-            name: parameter
-            for name, parameter in model.named_parameters(remove_duplicate=False)
-            if name not in self.parameters
-        }
+        self.intake = Intake(model)
+        self.architecture = self.intake.architecture
+        self.parameters = self.intake.parameters
         linears = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
         self.plan = plan
         self.layers = plan.resolve(linears)
@@ -77,44 +74,21 @@ class PolicyCopy:
         self.batch_tokens = BATCH_TOKENS
         self.shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
 
-    @torch.no_grad()
-    def load(self, version: int, weights: Mapping[str, torch.Tensor]) -> None:
-        """Copy a whole policy version in; ValueError naming the tensor that does not fit.
+    def load(
+        self, version: int, weights: Mapping[str, torch.Tensor], *, parts: bool = False
+    ) -> None:
+        """Copy a policy version in; ValueError naming the tensor that does not fit.
 
-        A tied weight may come under either or both of its names, but then equal.
+        weights: whole; with ``parts`` those that ``intake.slices`` names are just these slices. A
+        tied weight may come under either or both of its names, but then equal.
         """
-        canonical = self._canonical(weights)
-        missing = sorted(set(self.parameters) - set(canonical))
-        if missing:
-            raise ValueError(
-                f"policy version {version}: {missing[0]} is missing ({len(missing)} tensors are)"
-            )
-        for name, parameter in self.parameters.items():
-            if canonical[name].shape != parameter.shape:
-                raise ValueError(
-                    f"policy version {version}: {name} has shape {list(canonical[name].shape)}, "
-                    f"{self.architecture} expects {list(parameter.shape)}"
-                )
-        self.version = None
-        for name, parameter in self.parameters.items():
-            assign(parameter, canonical[name])
+        before, self.version = self.version, None
+        try:
+            self.intake.load(version, weights, parts=parts)
+        except ValueError:  # before anything was copied
+            self.version = before
+            raise
         self.version = version
-
-    def _canonical(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Weights under the model's own parameter names, tied duplicates merged."""
-        by_parameter = {id(parameter): name for name, parameter in self.parameters.items()}
-        found: dict[str, torch.Tensor] = {}
-        for name, tensor in weights.items():
-            if name in self.parameters:
-                target = name
-            elif name in self._aliases:
-                target = by_parameter[id(self._aliases[name])]
-            else:
-                raise ValueError(f"{name}: {self.architecture} has no such parameter")
-            if target in found and not torch.equal(found[target], tensor):
-                raise ValueError(f"{name} is tied to {target}, but the two differ")
-            found[target] = tensor
-        return found
 
     @property
     def sites(self) -> dict[str, tuple[str, ...]]:

@@ -29,10 +29,8 @@ import torch
 from torch import nn
 
 from forge_ptq.numerics.observer import ActivationObserver
+from forge_ptq.numerics.plan import MODEL_TYPES
 from forge_ptq.numerics.stats_table import channel_slice
-
-MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""Architectures whose linears are all in the two sets below, with heads as described above."""
 
 BY_OUTPUT = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"})
 BY_INPUT = frozenset({"o_proj", "down_proj"})
@@ -112,18 +110,34 @@ def linear_part(weight: torch.Tensor) -> LinearPart:
     return LinearPart(mesh.get_local_rank(), mesh.size(), by)
 
 
-@torch.no_grad()
-def assign(parameter: torch.Tensor, value: torch.Tensor) -> None:
-    """Copy a whole tensor into a parameter, of which this rank may hold a part."""
+def held(parameter: torch.Tensor) -> tuple[slice, ...] | None:
+    """Which part of the whole this rank holds, a slice per dimension; None if all of it."""
     mesh = getattr(parameter, "device_mesh", None)
     if mesh is None:
-        parameter.copy_(value)
-        return
+        return None
     (placement,) = parameter.placements  # type: ignore[attr-defined]
-    if placement.is_shard():
-        part = channel_slice(value.shape[placement.dim], mesh.get_local_rank(), mesh.size())
-        value = value.narrow(placement.dim, part.start, part.stop - part.start)
-    parameter.to_local().copy_(value)  # type: ignore[attr-defined]
+    if not placement.is_shard():
+        return None
+    part = [slice(0, size) for size in parameter.shape]
+    part[placement.dim] = channel_slice(
+        parameter.shape[placement.dim], mesh.get_local_rank(), mesh.size()
+    )
+    return tuple(part)
+
+
+@torch.no_grad()
+def assign(parameter: torch.Tensor, value: torch.Tensor, *, part: bool = False) -> None:
+    """Copy a tensor into a parameter, of which this rank may hold a part.
+
+    value: whole; with ``part`` what ``held`` says.
+    """
+    where = held(parameter)
+    if where is not None and not part:
+        value = value[where]
+    local: torch.Tensor = parameter
+    if hasattr(parameter, "device_mesh"):
+        local = parameter.to_local()  # type: ignore[attr-defined]
+    local.copy_(value)
 
 
 def observing(

@@ -89,10 +89,14 @@ class Workbench:
         return Layout(tuple((site, shapes[f"{site}.weight"][1]) for site in self.policy.sites))
 
     async def load(self, version: int) -> None:
-        """Pull a policy version from the store unless it is there."""
+        """Pull a policy version from the store unless it is there: of sharded weights this rank's
+        part only."""
         if self.policy.version != version:
-            weights = await store.get_weights(version)
-            await self.run(lambda: self.policy.load(version, weights))
+            specs = await store.weight_specs(version)
+            shapes = {name: spec.shape for name, spec in specs.items()}
+            slices = self.policy.intake.slices(version, shapes)
+            weights = await store.get_weights(version, slices)
+            await self.run(lambda: self.policy.load(version, weights, parts=True))
 
     async def carry_out(self, work: Work, attempt: int, progress: Progress) -> Done:
         """Do one item. Raises what goes wrong, or DroppedError."""
@@ -187,7 +191,9 @@ class Workbench:
 
     async def _plan(self, work: Plan, progress: Progress) -> PlanDone:
         stats = await store_stats.get_merged(work.round, work.pass_)
-        return await self.run(lambda: choose_plan(self.policy, work, stats, progress.step))
+        return await self.run(
+            lambda: choose_plan(self.policy, work, stats, progress.step, self.ranks)
+        )
 
     # artifacts and scores
 

@@ -15,6 +15,7 @@ from forge_ptq.models.tiny import config_dict
 from forge_ptq.numerics.stats_table import Layout, unpack
 from forge_ptq.services.policy_copy import build_model
 from forge_ptq.services.policy_tp import ShardingError, check
+from forge_ptq.services.ranks import Ranks
 from tests.integration.policy_tp_worker import job, main, make_policy
 
 RANKS = 2
@@ -55,7 +56,7 @@ def results(tmp_path_factory) -> dict[str, tuple[dict[str, Any], list[dict[str, 
         main, (RANKS, port, folders), nprocs=RANKS, join=False, start_method="spawn"
     )
     assert context is not None
-    single = {name: job(make_policy(root / name, weights[name], 1)) for name in CONFIGS}
+    single = {name: job(make_policy(root / name, weights[name], 1), Ranks()) for name in CONFIGS}
     try:
         while not context.join(timeout=120):
             pass
@@ -116,6 +117,33 @@ def test_scores_agree(results, name):
         assert want_kl > 1e-4
         # Rounding before a step function: single codes may differ, the mean hardly.
         assert float(got_kl) == pytest.approx(float(want_kl), rel=0.05)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_ranks_hold_rows_or_columns_of_linears_and_the_rest_whole(results, name):
+    single, ranks = results[name]
+    assert single["slices"] == {}
+    width, inner = CONFIGS[name]["hidden_size"], CONFIGS[name]["intermediate_size"]
+    down, up = (f"model.layers.1.mlp.{leaf}_proj.weight" for leaf in ("down", "up"))
+    for index, rank in enumerate(ranks):
+        half = (index * inner // 2, (index + 1) * inner // 2)
+        assert rank["slices"][down] == [(0, width), half]
+        assert rank["slices"][up] == [half, (0, width)]
+        cut = {part.rsplit(".", 2)[1] for part in rank["slices"]}
+        assert cut == {f"{leaf}_proj" for leaf in ("q", "k", "v", "o", "gate", "up", "down")}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_all_ranks_search_the_plan_of_one_process(results, name):
+    single, ranks = results[name]
+    schemes = list(single["plan"]["layers"].values())
+    assert {"int8_static", "bf16"} <= set(schemes)  # decided by what was measured
+    for rank in ranks:
+        assert rank["plan"]["layers"] == single["plan"]["layers"]
+        assert rank["plan"]["absmax"] == single["plan"]["absmax"]
+        assert rank["plan"]["predicted_rise"] == ranks[0]["plan"]["predicted_rise"]
+        rise = pytest.approx(single["plan"]["predicted_rise"], rel=0.1)
+        assert rank["plan"]["predicted_rise"] == rise
 
 
 def test_heads_that_do_not_divide_are_refused(tmp_path):

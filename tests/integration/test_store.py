@@ -101,10 +101,81 @@ async def test_another_process_reads_and_writes():
     await Reader.shutdown(reader)
 
 
-async def test_two_ranks_put_shards_and_a_dead_rank_leaves_no_torn_version():
+@pytest.fixture
+def travelled(monkeypatch) -> list[int]:
+    """Bytes of each tensor that a volume sends, with all of the memory that comes along."""
+    from torchstore.transport.pipe import Pipe
+
+    seen: list[int] = []
+    fetch = Pipe.get_from_storage_volume
+
+    async def counted(pipe, key, request):
+        found = await fetch(pipe, key, request)
+        if isinstance(found, torch.Tensor):
+            seen.append(found.untyped_storage().nbytes())
+        return found
+
+    monkeypatch.setattr(Pipe, "get_from_storage_volume", counted)
+    return seen
+
+
+async def assert_only_slices_travel(version, whole, slices, travelled):
+    """Slices equal those of the whole, and the bytes that travel are just theirs."""
+    travelled.clear()
+    got = await store.get_weights(version, slices)
+    assert list(got) == sorted(whole)
+    expected = {name: whole[name][slices[name]] if name in slices else whole[name] for name in got}
+    assert equal_states(got, expected)
+    assert sum(travelled) == sum(t.numel() * t.element_size() for t in expected.values())
+
+
+async def test_only_the_slices_wanted_of_whole_tensors_travel(travelled):
+    whole = {name: tensor.detach() for name, tensor in odd_state().items()}
+    slices = {
+        "model.fp32.weight": (slice(1, 3), slice(0, 6)),
+        "model.bf16.weight": (slice(0, 4), slice(2, 5)),
+        "model.int8.weight": (slice(3, 4), slice(5, 6)),
+        "model.transposed": (slice(0, 6), slice(0, 4)),
+        "model.view_of_large": (slice(2, 2),),
+        "model.parameter": (slice(2, 4), slice(1, 3)),
+    }
+    await assert_only_slices_travel(1, whole, slices, travelled)
+    specs = await store.weight_specs(1)
+    assert {name: (spec.shape, spec.dtype) for name, spec in specs.items()} == {
+        name: (tuple(tensor.shape), tensor.dtype) for name, tensor in whole.items()
+    }
+    for wrong in ([slice(0, 5), slice(0, 6)], [slice(0, 4)], [slice(3, 2), slice(0, 6)]):
+        with pytest.raises(ValueError, match=r"is not within model\.fp32\.weight \[4, 6\]"):
+            await store.get_weights(1, {"model.fp32.weight": wrong})
+    with pytest.raises(ValueError, match="no such tensor"):
+        await store.get_weights(1, {"model.nothing": [slice(0, 1)]})
+
+
+async def test_a_slice_of_another_shape_or_type_than_stored_is_refused():
+    from forge_ptq import store_io
+
+    key, part = (
+        "policy_ver_0000000001.model.fp32.weight",
+        {"offsets": (0, 0), "local_shape": (1, 1)},
+    )
+    with pytest.raises(StoreError, match=r"fp32\.weight: has shape \[4, 6\], expected \[6, 4\]"):
+        await store_io.get_slice(key, **part, shape=(6, 4), dtype=torch.float32)
+    with pytest.raises(StoreError, match=r"expected torch\.bfloat16"):
+        await store_io.get_slice(key, **part, shape=(4, 6), dtype=torch.bfloat16)
+
+
+async def test_two_ranks_put_shards_and_a_dead_rank_leaves_no_torn_version(travelled):
     trainer = await ShardedTrainer.options(procs=2, mesh_name="trainer").as_actor()
     await trainer.push.call(20)
     assert equal_states(await store.get_weights(20), expected_sharded())
+    slices = {
+        "even": (slice(1, 4), slice(0, 12)),  # across both shards
+        "columns": (slice(2, 5), slice(3, 7)),
+        "uneven": (slice(2, 3), slice(0, 3)),  # gathered before it was put
+        "bf16": (slice(0, 8), slice(5, 6)),
+        "replicated": (slice(4, 9),),  # lies there once per rank
+    }
+    await assert_only_slices_travel(20, expected_sharded(), slices, travelled)
     await trainer.push_then_train.call(21)
     assert equal_states(await store.get_weights(21), expected_sharded())
     for missing, version in ((1, 22), (0, 23)):

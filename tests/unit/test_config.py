@@ -170,7 +170,6 @@ def test_values_out_of_range_are_refused(override: str) -> None:
         (["ptq.plan.mode=auto", "ptq.plan.rollouts=65"], "ptq.sampler.capacity"),
         (["ptq.plan.mode=auto", "ptq.plan.max_evaluations=2"], "ptq.plan.max_evaluations"),
         (["ptq.plan.mode=auto", "ptq.plan.budget=0.03"], "ptq.plan.budget"),
-        (["ptq.plan.mode=auto", "services.quantizer.procs=2"], "services.quantizer.procs"),
         (["ptq.plan={default: bf16, overrides: {}}"], "ptq.smoothing.enabled"),
         (["ptq.merge.heartbeat_s=60"], "ptq.merge.heartbeat_s"),
         (["ptq.deadlines.calibrate_s=59"], "ptq.deadlines.calibrate_s"),
