@@ -29,6 +29,11 @@ NEVER_QUANTIZED_LEAVES = frozenset(
     {"lm_head", "embed_tokens", "wte", "router", "gate", "shared_expert_gate", "score"}
 )
 
+MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+"""Architectures of one wiring: linears q, k, v and o, gate, up and down, attention by whole heads,
+before each block a norm that multiplies by its plain weight, and nothing behind the block. (Gemma's
+norms multiply by 1 + weight, others put a norm behind attention.)"""
+
 SCHEME_NAMES = ("int8_static", "int8_dynamic", "bf16")
 
 

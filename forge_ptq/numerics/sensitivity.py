@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from forge_ptq.numerics.plan import sites_of
+from forge_ptq.numerics.schemes.common import INT8_MAX
 from forge_ptq.numerics.stats import ActivationStats, bin_edges
 
 STATIC, DYNAMIC, FULL = "int8_static", "int8_dynamic", "bf16"
@@ -87,10 +88,10 @@ def local_errors(stats: ActivationStats, range_: float) -> dict[str, float]:
         return torch.where(x_B < step / 2, x_B.square(), torch.full_like(x_B, step**2 / 12))
 
     typical_max = min(_quantile(stats, 1 - 1 / max(stats.channels, 2)), range_)
-    static_B = rounding(range_ / 127) + (x_B - range_).clamp(min=0).square()
+    static_B = rounding(range_ / INT8_MAX) + (x_B - range_).clamp(min=0).square()
     return {
         STATIC: float((share_B * static_B).sum()) / signal,
-        DYNAMIC: float((share_B * rounding(typical_max / 127)).sum()) / signal,
+        DYNAMIC: float((share_B * rounding(typical_max / INT8_MAX)).sum()) / signal,
         FULL: 0.0,
     }
 
@@ -103,7 +104,7 @@ def weight_error(weight_NC: torch.Tensor) -> float:
     """
     w_NC = weight_NC.detach().to(torch.float32)
     column = float(w_NC.square().sum(0).median())
-    noise = float((w_NC.abs().amax(1) / 127).square().sum()) / 12
+    noise = float((w_NC.abs().amax(1) / INT8_MAX).square().sum()) / 12
     return noise / column if column > 0 else 0.0
 
 

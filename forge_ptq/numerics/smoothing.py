@@ -37,12 +37,9 @@ from typing import Any
 
 import torch
 
-from forge_ptq.numerics.plan import group_of
+from forge_ptq.numerics.plan import MODEL_TYPES, group_of
+from forge_ptq.numerics.schemes.common import INT8_MAX
 from forge_ptq.numerics.stats import ActivationStats
-
-MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""Architectures whose norms multiply by their plain weight and whose wiring is the table above.
-(Gemma's norms multiply by 1 + weight, others put a norm behind attention: nothing is smoothed.)"""
 
 MAX_SHIFT = 15
 """Largest |log2 f|: beyond it a channel is so far out that its weights would fill all codes."""
@@ -52,8 +49,6 @@ ALPHA_GRID = (0.0, 0.5, 0.65, 0.8, 0.9)
 
 DOWN_ALPHA = 0.5
 """Most that down_proj is smoothed: its outliers are rare and huge, weights take them badly."""
-
-INT8_MAX = 127
 
 
 class SmoothingError(ValueError):
@@ -167,16 +162,6 @@ def log2_factors(
     return result_C
 
 
-def choose_shift(
-    stats: ActivationStats, weight_amax_C: torch.Tensor, alpha: float, *, name: str = "site"
-) -> torch.Tensor:
-    """log2 of the power-of-two factors, int8 [C]; see ``log2_factors``."""
-    if stats.non_finite:
-        raise SmoothingError(f"{name}: {stats.non_finite} activations were NaN or infinite")
-    log_C = log2_factors(stats.absmax_C, weight_amax_C, alpha, name=name)
-    return log_C.round().to(torch.int8)
-
-
 def factors(shift: torch.Tensor) -> torch.Tensor:
     """2^shift, fp32: exact for integer shifts; floating ones (experiments) are rounded."""
     if shift.is_floating_point():
@@ -274,13 +259,3 @@ class Folding:
         if columns is not None:
             folded = folded * factors(columns).to(tensor.device)
         return folded if tensor.dtype == torch.float16 else folded.to(tensor.dtype)
-
-
-def fold(
-    state: Mapping[str, torch.Tensor],
-    sites: Mapping[str, SmoothingSite],
-    shifts: Mapping[str, torch.Tensor],
-) -> dict[str, torch.Tensor]:
-    """A whole state dict with the factors of shifts ({site: int8 [C]}) folded in."""
-    folding = Folding(sites, shifts)
-    return {name: folding.apply(name, tensor) for name, tensor in state.items()}

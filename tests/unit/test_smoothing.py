@@ -11,10 +11,8 @@ from forge_ptq.numerics.smoothing import (
     Folding,
     SmoothingError,
     SmoothingSite,
-    choose_shift,
     expected_error,
     factors,
-    fold,
     log2_factors,
     smooth_site,
     smoothing_sites,
@@ -25,6 +23,11 @@ from tests.models import tiny_model
 
 def shapes_of(model):
     return {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+
+def chosen(x_TC, w_NC, alpha):
+    """Factors of a site of one member whose input is x_TC."""
+    return smooth_site(SmoothingSite("s", ("s",), "p"), measure(x_TC), [w_NC], alpha)[1]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +50,8 @@ def test_folding_leaves_logits_bit_identical(models, kind, dtype):
     tokens = torch.randint(0, 64, (3, 17), generator=generator)
     before = model(tokens).logits
     state = dict(model.named_parameters())
-    folded = fold(state, sites, shifts)
+    folding = Folding(sites, shifts)
+    folded = {name: folding.apply(name, tensor) for name, tensor in state.items()}
     changed = {name for name in state if not torch.equal(folded[name], state[name])}
     assert {n for n in changed if "layers.0" in n} == {
         f"model.layers.0.{n}"
@@ -101,7 +105,7 @@ def test_factors_follow_the_formula():
     raw = [math.log2(float(a) ** 0.8 / float(w) ** 0.2) for a, w in zip(a_C, w_C, strict=True)]
     centre = sorted(raw)[18]
     assert log_C.tolist() == pytest.approx([value - centre for value in raw], abs=1e-6)
-    shift_C = choose_shift(measure(a_C[None]), w_C, 0.8)
+    shift_C = chosen(a_C[None], w_C[None], 0.8)
     assert shift_C.dtype == torch.int8
     assert torch.equal(shift_C, log_C.round().to(torch.int8))
     assert torch.equal(factors(shift_C).double(), 2.0 ** shift_C.double())
@@ -110,12 +114,12 @@ def test_factors_follow_the_formula():
 def test_dead_channels_keep_factor_one_and_outliers_are_clamped():
     a_C = torch.tensor([0.0, 1.0, 3e38, 2.0, 1e-38, 5.0, 1.0])
     w_C = torch.tensor([0.5, 0.0, 0.1, 0.1, 0.1, 0.1, 0.1])
-    shift_C = choose_shift(measure(a_C[None]), w_C, 0.9)
+    shift_C = chosen(a_C[None], w_C[None], 0.9)
     assert shift_C[:2].tolist() == [0, 0]
     assert (int(shift_C[2]), int(shift_C[4])) == (MAX_SHIFT, -MAX_SHIFT)
     assert bool(torch.isfinite(factors(shift_C)).all())
-    assert choose_shift(measure(torch.zeros(2, 5)), torch.ones(5), 0.5).tolist() == [0] * 5
-    assert choose_shift(measure(a_C[None]), w_C, 0.0).tolist() == [0] * 7
+    assert chosen(torch.zeros(2, 5), torch.ones(1, 5), 0.5).tolist() == [0] * 5
+    assert chosen(a_C[None], w_C[None], 0.0).tolist() == [0] * 7
 
 
 def test_non_finite_input_is_refused():
@@ -127,7 +131,7 @@ def test_non_finite_input_is_refused():
         with pytest.raises(SmoothingError, match="weights"):
             log2_factors(good_C, bad_C, 0.5)
     with pytest.raises(SmoothingError, match="1 activations"):
-        choose_shift(measure(torch.tensor([[1.0, math.nan]])), torch.ones(2), 0.5)
+        chosen(torch.tensor([[1.0, math.nan]]), torch.ones(1, 2), 0.5)
     with pytest.raises(SmoothingError, match="alpha"):
         log2_factors(good_C, good_C, 1.5)
 
@@ -138,7 +142,7 @@ def test_expected_error_predicts_the_simulated_one():
     x_TC = torch.randn(tokens, channels) * torch.exp(torch.randn(channels))
     w_NC = torch.randn(rows, channels) * 0.1
     stats = measure(x_TC)
-    shift_C = choose_shift(stats, w_NC.abs().amax(0), 0.5)
+    shift_C = chosen(x_TC, w_NC, 0.5)
     errors = {}
     for name, k_C in (("raw", torch.zeros(channels, dtype=torch.int8)), ("smooth", shift_C)):
         f_C = factors(k_C)
@@ -155,20 +159,21 @@ def test_alpha_is_chosen_by_expected_error():
     torch.manual_seed(0)
     site = SmoothingSite("s", ("s",), "p")
     w_NC = torch.randn(16, 32)
-    flat = measure(torch.randn(500, 32).clamp(-2, 2))
+    flat_TC = torch.randn(500, 32).clamp(-2, 2)
     loud_TC = torch.randn(500, 32)
     loud_TC[:, 3] *= 300
-    for stats in (flat, measure(loud_TC)):
+    for x_TC in (flat_TC, loud_TC):
+        stats = measure(x_TC)
         alpha, shift_C = smooth_site(site, stats, [w_NC])
         errors = {
-            a: expected_error(stats, [w_NC], choose_shift(stats, w_NC.abs().amax(0), a))
+            a: expected_error(stats, [w_NC], chosen(x_TC, w_NC, a))
             for a in (0.0, 0.5, 0.65, 0.8, 0.9)
         }
         assert errors[alpha] == min(errors.values())
-        assert torch.equal(shift_C, choose_shift(stats, w_NC.abs().amax(0), alpha))
+        assert torch.equal(shift_C, chosen(x_TC, w_NC, alpha))
     assert alpha > 0
     assert int(shift_C.argmax()) == 3
-    assert smooth_site(site, flat, [w_NC], 0.8)[0] == 0.8
+    assert smooth_site(site, measure(flat_TC), [w_NC], 0.8)[0] == 0.8
 
 
 def test_query_heads_share_the_factors_of_their_value_head():
@@ -177,7 +182,7 @@ def test_query_heads_share_the_factors_of_their_value_head():
     assert site.reduce(x_C).tolist() == [5, 40, 90, 12]
     stats = measure(x_C[None])
     _, shift_C = smooth_site(site, stats, [torch.ones(3, 12)], 1.0)
-    expected_P = choose_shift(measure(site.reduce(x_C)[None]), torch.ones(4), 1.0)
+    expected_P = chosen(site.reduce(x_C)[None], torch.ones(1, 4), 1.0)
     assert torch.equal(site.produced(shift_C), expected_P)
     assert torch.equal(site.expand(expected_P), shift_C)
     with pytest.raises(SmoothingError, match="query heads"):
