@@ -151,7 +151,7 @@ def _observe(
     def observe(stage: str, shift: Shift | None = None) -> Stats:
         report(stage, 0, len(batches))
         stats = policy.observe(
-            batches, shift, on_batch=lambda done, _: report(stage, done, len(batches))
+            batches, shift, on_batch=lambda done: report(stage, done, len(batches))
         )
         for site, seen in stats.items():
             if seen.non_finite:

@@ -54,8 +54,8 @@ from forge_ptq.services.policy_tp import observing
 __all__ = ["PolicyCopy", "Sequence_", "build_model", "full", "make_batches"]
 
 Stats = dict[str, ActivationStats]
-OnBatch = Callable[[int, Callable[[], Stats]], None]
-"""Called after every batch with the number done and a function that gives the statistics so far."""
+OnBatch = Callable[[int], None]
+"""Called after every batch with the number done."""
 
 
 class PolicyCopy:
@@ -141,19 +141,12 @@ class PolicyCopy:
         over all their batches; on a tensor-parallel rank they cover its slice of the channels.
         Non-finite activations are counted, they do not raise.
         """
-        total: Stats = {}
-
-        def so_far() -> Stats:
-            for site, fresh in observer.take().items():
-                total[site] = total[site].merge(fresh) if site in total else fresh
-            return dict(total)
-
         with observing(self.model, self.sites, shift) as observer:
             for done, batch in enumerate(batches, start=1):
                 self._forward(batch, observer)
                 if on_batch is not None:
-                    on_batch(done, so_far)
-            return so_far()
+                    on_batch(done)
+            return observer.take()
 
     def smooth(
         self, stats: Mapping[str, ActivationStats], alpha: float | None, *, down_proj: bool = False

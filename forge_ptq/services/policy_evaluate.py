@@ -121,7 +121,7 @@ class FakeQuantizedLinear:
             x_MK = x_MK * self.inverse_K
         s_M1 = self.input_scale_1
         if s_M1 is None:
-            # Of a token of zeros the engine's codes are void and its scale is 0; so is y either way.
+            # For a token of zeros the engine has void codes and scale 0: y is 0 either way.
             s_M1 = (self._largest(x_MK) / INT8_MAX).clamp(min=TINY)
         q_MK = (x_MK * s_M1.reciprocal()).round_().clamp_(INT8_MIN, INT8_MAX)
         y_MN = F.linear(q_MK, self.codes_NK.to(torch.float32))

@@ -132,7 +132,7 @@ class Workbench:
 
             def measure(chunk: Sequence[Any] = chunk, before: int = before) -> Stats:
                 return self.policy.observe(
-                    chunk, work.shift, lambda number, _: progress.step(before + number)
+                    chunk, work.shift, lambda number: progress.step(before + number)
                 )
 
             fresh = await self.run(measure)

@@ -207,14 +207,10 @@ def test_shares_add_up_to_the_whole_artifact(policy, calibrated):
 def test_observing_in_parts_adds_up(policy):
     batches = make_batches(rollouts([20, 9, 31, 4, 17], seed=5), 40)
     assert len(batches) > 2
-    seen: list[int] = []
-
-    def on_batch(done, so_far):
-        seen.append(so_far()["model.layers.0.self_attn.q_proj"].tokens)
-
-    whole = policy.observe(batches, on_batch=on_batch)
-    assert seen[-1] == 20 + 9 + 31 + 4 + 17
-    assert seen == sorted(set(seen))
+    done: list[int] = []
+    whole = policy.observe(batches, on_batch=done.append)
+    assert done == list(range(1, len(batches) + 1))
+    assert whole["model.layers.0.self_attn.q_proj"].tokens == 20 + 9 + 31 + 4 + 17
     first, second = policy.observe(batches[:1]), policy.observe(batches[1:])
     for site, stats in whole.items():
         merged = first[site].merge(second[site])
