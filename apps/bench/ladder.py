@@ -24,11 +24,22 @@ from typing import Any
 
 import torch
 
+from apps.bench.ladder_data import read, split
 from apps.bench.options import write
 from forge_ptq.models.checkpoint import iter_tensors
 from forge_ptq.numerics.divergence import compare
 from forge_ptq.numerics.plan import QuantPlan
-from forge_ptq.numerics.planner import COSTS, Group, PlanResult, flop_shares, groups_of, search
+from forge_ptq.numerics.planner import (
+    COSTS,
+    DYNAMIC,
+    FULL,
+    STATIC,
+    Group,
+    PlanResult,
+    flop_shares,
+    groups_of,
+    search,
+)
 from forge_ptq.numerics.ranges import choose_range
 from forge_ptq.numerics.smoothing import log2_factors
 from forge_ptq.numerics.stats import ActivationStats
@@ -36,18 +47,16 @@ from forge_ptq.services.policy_batches import make_batches, shortened
 from forge_ptq.services.policy_copy import PolicyCopy, build_model
 from forge_ptq.services.policy_evaluate import Evaluator
 from forge_ptq.services.policy_quantize import full
-from forge_ptq.services.sampler import Rollout, prompt_digest
 
-STATIC, DYNAMIC, FULL = "int8_static", "int8_dynamic", "bf16"
-METHODS = ("absmax", "percentile", "mse", "kl")
 Shift = Mapping[str, torch.Tensor]
 Stats = Mapping[str, ActivationStats]
 
 
-NOT_DECISIVE = frozenset(
-    {"out", "only", "threads", "plan_limit", "plan_tokens", "margin", "max_evaluations"}
-)
-"""Options that leave rows of an earlier call valid."""
+PLAN_OPTIONS = ("plan_limit", "plan_tokens", "margin", "max_evaluations")
+"""Options that decide rows with a plan; each such row holds its own under "plan_settings"."""
+
+NOT_DECISIVE = frozenset({"out", "only", "threads", *PLAN_OPTIONS})
+"""Options that leave the other rows of an earlier call valid."""
 
 
 @dataclass(frozen=True)
@@ -60,29 +69,6 @@ class Recipe:
     notes: dict[str, Any]
 
 
-def split(path: Path, calibrate: int, plan: int, held_out: int) -> tuple[list[Rollout], ...]:
-    """(calibration, plan, held-out) rollouts, disjoint by prompt; ValueError if too few."""
-    by_prompt: dict[str, list[Rollout]] = {}
-    with path.open() as lines:
-        for line in lines:
-            record = json.loads(line)
-            prompt, response = record["prompt_ids"], record["token_ids"]
-            group = prompt_digest(prompt)
-            rollout = Rollout(prompt + response, len(prompt), record["reward"], 0, group)
-            by_prompt.setdefault(group, []).append(rollout)
-    groups = list(by_prompt.values())
-    if len(groups) < calibrate + plan + held_out:
-        raise ValueError(f"{path} has {len(groups)} prompts, {calibrate + plan + held_out} needed")
-    parts: tuple[list[Rollout], ...] = ([], [], [])
-    counts = (calibrate, plan, held_out)
-    for same_prompt in groups:
-        # To the part that is furthest from full, so that tasks written in turns are spread.
-        emptiest = min(range(3), key=lambda p: len(parts[p]) / counts[p])
-        if len(parts[emptiest]) < counts[emptiest]:
-            parts[emptiest].append(same_prompt[0])
-    return parts
-
-
 class Ladder:
     """The policy, statistics of its inputs, and the rows measured so far."""
 
@@ -93,7 +79,10 @@ class Ladder:
         # Little padding, and activations that stay in the cache.
         self.policy.batch_tokens = options.batch_tokens
         calibration, plan, self.held_out = split(
-            options.data, options.calibrate, options.plan, options.held_out
+            read(options.data, self.policy.model.config),
+            options.calibrate,
+            options.plan,
+            options.held_out,
         )
         self.batches = make_batches(calibration, options.batch_tokens)
         self.plan_rollouts = shortened(plan[: options.plan_limit], options.plan_tokens)
@@ -147,6 +136,10 @@ class Ladder:
         return {m: chosen[s] for s, members in self.policy.sites.items() for m in members}
 
     # -- plans --
+
+    def plan_settings(self) -> dict[str, Any]:
+        """What a plan found now would depend on, besides what all rows depend on."""
+        return {name: getattr(self.options, name) for name in PLAN_OPTIONS}
 
     def groups(self, stats: Stats, ranges: dict[str, float], shift: Shift | None) -> list[Group]:
         """Decisions of the planner. shift None: errors relative to the inputs alone."""
@@ -228,12 +221,16 @@ class Ladder:
                 self.rows = before["rows"]
         wanted = [n for only in options.only for n in rows if re.search(only, n)]
         for name in dict.fromkeys(wanted):
-            if name in self.rows:
+            if name in self.rows and self._holds(self.rows[name]):
                 continue
             self.rows[name] = self.measure(rows[name](self))
             ordered = {n: self.rows[n] for n in [*rows, *self.rows] if n in self.rows}
             write(options, {"tokens": self.tokens, "rows": ordered}, quiet=True)
             print(line(name, self.rows[name]), flush=True)
+
+    def _holds(self, row: Mapping[str, Any]) -> bool:
+        """Whether a row of an earlier call is what would be measured now."""
+        return "plan_rise" not in row or row.get("plan_settings") == self.plan_settings()
 
 
 def _same(one: Shift, other: Shift) -> bool:

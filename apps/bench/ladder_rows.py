@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-from apps.bench.ladder import DYNAMIC, FULL, METHODS, STATIC, Ladder, Recipe
+from apps.bench.ladder import Ladder, Recipe
+from forge_ptq.numerics.names import RANGE_METHODS
+from forge_ptq.numerics.planner import DYNAMIC, FULL, STATIC
 
 ALPHAS = (0.5, 0.65, 0.8, 0.9)
 DOWN = "down_proj"
@@ -56,12 +58,13 @@ def smoothed(
 def planned(
     ladder: Ladder, budget: float, *, down: bool = True, costs: Mapping[str, float] | None = None
 ) -> Recipe:
-    """SmoothQuant, of down_proj too or not, and the planner."""
-    shift = ladder.smooth(0.8, down=down)
-    stats = ladder.stats(f"smooth 0.8 {down}", shift)
+    """SmoothQuant as calibrations do it (alpha per layer), of down_proj too or not; the planner."""
+    shift = ladder.smooth(None, down=down)
+    stats = ladder.stats(f"smooth None {down}", shift)
     ranges = ladder.absmax(shift)
     result = ladder.plan(budget, stats, ranges, shift, **({"costs": costs} if costs else {}))
     notes = {
+        "plan_settings": ladder.plan_settings(),
         "plan_rise": result.rise,
         "plan_tokens": ladder.tokens["plan_scored"],
         "reached": result.reached,
@@ -138,7 +141,7 @@ STATIC_OR_FULL = {STATIC: 1.0, FULL: 2.0}
 
 ROWS: dict[str, Callable[[Ladder], Recipe]] = {
     "dynamic": dynamic,
-    **{f"static {m}": partial(static, method=m) for m in METHODS},
+    **{f"static {m}": partial(static, method=m) for m in RANGE_METHODS},
     "static, down dynamic": partial(plain_down, down=DYNAMIC),
     "static, down bf16": partial(plain_down, down=FULL),
     **{
@@ -160,7 +163,7 @@ ROWS: dict[str, Callable[[Ladder], Recipe]] = {
         f"smooth 0.8 {m}: static, down bf16": partial(
             smoothed, alpha=0.8, default=STATIC, down=FULL, method=m
         )
-        for m in METHODS[1:]
+        for m in RANGE_METHODS[1:]
     },
     **{f"smooth 0.8: static, {n} down bf16": partial(spared, count=n) for n in (3, 6, 9, 12, 15)},
     "smooth 0.8: static, 9 down bf16, ranked by input alone": partial(

@@ -9,14 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forge_ptq.numerics.names import RANGE_METHODS
 from forge_ptq.numerics.plan import SCHEME_NAMES
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from forge_ptq.offline import Job, Report
-
-RANGES = ("absmax", "percentile", "mse", "kl")
 
 
 def add(commands: Any) -> None:
@@ -51,7 +50,7 @@ def add(commands: Any) -> None:
         help="choose schemes automatically within this perplexity rise, as in 0.03; overrides stay",
     )
     parser.add_argument(
-        "--range", default="absmax", choices=RANGES, help="|x| of a static code 127"
+        "--range", default="absmax", choices=RANGE_METHODS, help="|x| of a static code 127"
     )
     parser.add_argument("--percentile", type=float, default=99.99, help="for --range percentile")
     parser.add_argument("--no-smoothing", action="store_true", help="leave activations as they are")

@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from forge_ptq.numerics.names import RangeMethod
+
 from .block import (
     Block,
     NaturalInt,
@@ -37,7 +39,7 @@ class CalibrationConfig(Block):
     batch_tokens: PositiveInt = 4096
     """Tokens per forward pass of a calibration."""
 
-    range: Literal["absmax", "percentile", "mse", "kl"] = "absmax"
+    range: RangeMethod = "absmax"
     """Which |x| a static scale maps to 127: the largest, a percentile, or the one with the smallest
     expected error (mse) or divergence (kl)."""
 

@@ -30,11 +30,10 @@ import math
 
 import torch
 
+from forge_ptq.numerics.names import RANGE_METHODS
+from forge_ptq.numerics.schemes.common import INT8_MAX
 from forge_ptq.numerics.stats import ActivationStats, bin_edges
 
-METHODS = ("absmax", "percentile", "mse", "kl")
-
-LEVELS = 127
 CANDIDATES_PER_OCTAVE = 16
 OCTAVES = 12
 """How far below absmax a range is looked for."""
@@ -46,8 +45,8 @@ def choose_range(stats: ActivationStats, method: str, *, percentile: float = 99.
     percentile: of |x|, in (0, 100], for the method of that name.
     ValueError for an unknown method or a percentile out of bounds.
     """
-    if method not in METHODS:
-        raise ValueError(f"range method {method!r}; expected one of {', '.join(METHODS)}")
+    if method not in RANGE_METHODS:
+        raise ValueError(f"range method {method!r}; expected one of {', '.join(RANGE_METHODS)}")
     absmax = stats.absmax
     if absmax == 0.0 or method == "absmax":
         return absmax
@@ -93,8 +92,8 @@ def expected_error(
     edges_B: torch.Tensor, mass_B: torch.Tensor, ranges_R: torch.Tensor
 ) -> torch.Tensor:
     """Mean squared error [R] of symmetric quantization with each range, of a ``density``."""
-    step_R1 = ranges_R[:, None] / LEVELS
-    level_RB = (edges_B / step_R1).round().clamp(max=LEVELS)
+    step_R1 = ranges_R[:, None] / INT8_MAX
+    level_RB = (edges_B / step_R1).round().clamp(max=INT8_MAX)
     integral_RB = level_RB * step_R1**3 / 12 + (edges_B - level_RB * step_R1) ** 3 / 3
     return (integral_RB.diff(dim=1) * (mass_B / edges_B.diff())).sum(1)
 
@@ -107,18 +106,18 @@ def divergence(edges_B: torch.Tensor, mass_B: torch.Tensor, ranges_R: torch.Tens
     rows = len(ranges_R)
     height_B = mass_B / edges_B.diff()
     height_B = torch.cat([height_B.new_zeros(1), height_B[1:], height_B.new_zeros(1)])
-    step_R1 = ranges_R[:, None] / LEVELS
-    cuts_RV = (torch.arange(LEVELS, dtype=torch.float64) + 0.5) * step_R1
+    step_R1 = ranges_R[:, None] / INT8_MAX
+    cuts_RV = (torch.arange(INT8_MAX, dtype=torch.float64) + 0.5) * step_R1
     cuts_RK = torch.cat([edges_B.expand(rows, -1), cuts_RV, ranges_R[:, None]], dim=1)
     cuts_RK = cuts_RK.minimum(ranges_R[:, None]).sort(dim=1).values
     width_RK = cuts_RK.diff(dim=1)
     middle_RK = (cuts_RK[:, 1:] + cuts_RK[:, :-1]) / 2
     bins_RK = torch.searchsorted(edges_B, middle_RK, right=True) - 1
-    levels_RK = (middle_RK / step_R1).round().clamp(max=LEVELS).to(torch.int64)
+    levels_RK = (middle_RK / step_R1).round().clamp(max=INT8_MAX).to(torch.int64)
     inside_RK = height_B[bins_RK.clamp(0, len(height_B) - 1)] * width_RK
 
     def per_level(values_RK: torch.Tensor) -> torch.Tensor:
-        zeros_RV = torch.zeros(rows, LEVELS + 1, dtype=torch.float64)
+        zeros_RV = torch.zeros(rows, INT8_MAX + 1, dtype=torch.float64)
         return zeros_RV.scatter_add(1, levels_RK, values_RK)
 
     occupied_RK = torch.where(inside_RK > 0, width_RK, 0.0)
@@ -127,12 +126,12 @@ def divergence(edges_B: torch.Tensor, mass_B: torch.Tensor, ranges_R: torch.Tens
     kept_R1 = inside_RK.sum(1, keepdim=True)
     clipped_R1 = (mass_B[1:].sum() - kept_R1).clamp(min=0)
     # Clipped elements become the top level; they go where that level has its mass, else its width.
-    last_RK = levels_RK == LEVELS
+    last_RK = levels_RK == INT8_MAX
     share_RK = torch.where(last_RK, torch.where(inside_RK > 0, inside_RK, 0.0), 0.0)
     empty_R1 = share_RK.sum(1, keepdim=True) == 0
     share_RK = torch.where(empty_R1 & last_RK, width_RK, share_RK)
     share_RK = share_RK / share_RK.sum(1, keepdim=True).clamp(min=1e-300)
     p_RK = (inside_RK + share_RK * clipped_R1) / mass_B[1:].sum().clamp(min=1e-300)
-    q_RK = (q_RK / kept_R1.clamp(min=1e-300)).clamp(min=1e-9 / math.sqrt(LEVELS))
+    q_RK = (q_RK / kept_R1.clamp(min=1e-300)).clamp(min=1e-9 / math.sqrt(INT8_MAX))
     terms_RK = torch.where(p_RK > 0, p_RK * (p_RK.clamp(min=1e-300) / q_RK).log(), 0.0)
     return torch.where(kept_R1[:, 0] > 0, terms_RK.sum(1), math.inf)

@@ -5,8 +5,11 @@ import json
 import pytest
 import torch
 
-from apps.bench.ladder import main, split
-from apps.bench.ladder_rows import ROWS
+from apps.bench import ladder_rows
+from apps.bench.ladder import main
+from apps.bench.ladder_data import split
+from forge_ptq.config.calibration import SmoothingConfig
+from forge_ptq.rollouts_file import read_rollouts
 from tests.models import tiny_model
 
 
@@ -30,12 +33,13 @@ def folder(tmp_path_factory):
 
 
 def test_parts_are_disjoint_by_prompt(folder):
-    parts = split(folder / "rollouts.jsonl", 7, 3, 4)
+    rollouts = read_rollouts(folder / "rollouts.jsonl", vocab_size=64, max_tokens=64)
+    parts = split(rollouts, 7, 3, 4)
     assert [len(part) for part in parts] == [7, 3, 4]
     groups = [rollout.group for part in parts for rollout in part]
     assert len(set(groups)) == 14
     with pytest.raises(ValueError, match="14 prompts, 15 needed"):
-        split(folder / "rollouts.jsonl", 7, 4, 4)
+        split(rollouts, 7, 4, 4)
 
 
 def test_rows_are_measured_once_and_kept(folder, capsys):
@@ -52,7 +56,7 @@ def test_rows_are_measured_once_and_kept(folder, capsys):
         "smooth 0.8: static, 3 down bf16, position 0 left out",
         "plan 3 %",
     ]
-    assert set(wanted) <= set(ROWS)
+    assert set(wanted) <= set(ladder_rows.ROWS)
     main([*arguments, "--only", "^dynamic$"])
     pattern = "|".join(f"^{name.replace('.', '[.]')}$" for name in wanted)
     main([*arguments, "--only", pattern])
@@ -64,7 +68,35 @@ def test_rows_are_measured_once_and_kept(folder, capsys):
         assert sum(row["shares"].values()) == pytest.approx(1)
         assert row["ci95"][0] <= row["rise"] <= row["ci95"][1]
         assert row["kl"] >= 0
+    # A plan depends on more options than the other rows: only plans that are asked for and were
+    # found under others are found again.
+    asked = [*arguments, "--margin", "0.8", "--only"]
+    main([*asked, "^dynamic$"])
+    assert json.loads(out.read_text())["rows"] == record["rows"]
+    main([*asked, pattern])
+    main([*asked, pattern])
+    assert [line[:8] for line in capsys.readouterr().out.splitlines()] == ["plan 3 %"]
+    again = json.loads(out.read_text())["rows"]
+    assert {n for n in again if again[n] != record["rows"][n]} == {"plan 3 %"}
+    assert again["plan 3 %"]["plan_settings"]["margin"] == 0.8
     plan = record["rows"]["plan 3 %"]
+    assert plan["plan_settings"]["margin"] == 0.9
     assert plan["reached"]
     assert plan["plan_rise"] <= 0.027
     assert record["rows"]["dynamic"]["shares"]["int8_dynamic"] == pytest.approx(1)
+
+
+def test_plans_are_found_under_the_products_smoothing(folder, monkeypatch):
+    seen: list[tuple[float | None, bool]] = []
+    whole = ladder_rows.Ladder.smooth
+
+    def smooth(self, alpha, *, down=False):
+        seen.append((alpha, down))
+        return whole(self, alpha, down=down)
+
+    monkeypatch.setattr(ladder_rows.Ladder, "smooth", smooth)
+    arguments = ["--model", str(folder / "model"), "--data", str(folder / "rollouts.jsonl")]
+    arguments += ["--out", str(folder / "plan.json"), "--only", "^plan 3 %$"]
+    main([*arguments, "--calibrate", "7", "--plan", "3", "--held-out", "4"])
+    product = SmoothingConfig()
+    assert seen == [(product.alpha, product.down_proj)]

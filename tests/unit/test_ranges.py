@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from forge_ptq.numerics.ranges import METHODS, choose_range, density, expected_error
+from forge_ptq.numerics.names import RANGE_METHODS
+from forge_ptq.numerics.ranges import choose_range, density, expected_error
 from forge_ptq.numerics.stats import ActivationStats, measure
 
 
@@ -104,7 +105,7 @@ def test_kl_clips_what_nearly_nobody_needs():
     assert choose_range(stats, "absmax") == 3000
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", RANGE_METHODS)
 def test_ranges_of_nothing_and_of_very_little(method):
     assert choose_range(ActivationStats.empty(4), method) == 0.0
     assert choose_range(measure(torch.zeros(3, 4)), method) == 0.0
@@ -115,7 +116,7 @@ def test_ranges_of_nothing_and_of_very_little(method):
         assert limit > 0.5 * value
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", RANGE_METHODS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranges_scale_with_the_data_and_do_not_exceed_it(method, kind):
     x_TC = draw(kind)
@@ -125,7 +126,7 @@ def test_ranges_scale_with_the_data_and_do_not_exceed_it(method, kind):
         assert choose_range(measure(x_TC * 8), method) == pytest.approx(8 * limit, rel=0.05)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", RANGE_METHODS)
 def test_a_merged_absmax_below_the_largest_sample_bounds_the_range(method):
     parts = [measure(draw("normal")[:50] * scale) for scale in (1.0, 1.0, 20.0)]
     merged = parts[0] + parts[1] + parts[2]
