@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -79,16 +79,6 @@ class Judgement:
                 f"(limit {sigma_clip:g})"
             )
         return None
-
-
-@dataclass(frozen=True)
-class Merged:
-    """One set of statistics, and whose it is."""
-
-    stats: dict[str, ActivationStats]
-    contributors: tuple[str, ...]
-    left_out: dict[str, str] = field(default_factory=dict)
-    """{share id: reason}"""
 
 
 def judge(shares: Shares) -> dict[str, Judgement]:
@@ -140,16 +130,6 @@ def reduce(shares: Shares, rule: str = "histogram") -> dict[str, ActivationStats
         raise ValueError("there is no share to merge")
     sites = _common_sites(shares)
     return {site: _one([shares[share][site] for share in sorted(shares)], rule) for site in sites}
-
-
-def merge_shares(shares: Shares, rule: str = "histogram", sigma_clip: float = 0.0) -> Merged:
-    """Judge and reduce in one place: what merger ranks do together."""
-    judgements = judge(shares)
-    reasons = {share: judgements[share].reason(sigma_clip) for share in judgements}
-    left_out = {share: reason for share, reason in reasons.items() if reason is not None}
-    kept = {share: shares[share] for share in sorted(shares) if share not in left_out}
-    stats = reduce(kept, rule) if kept else {}
-    return Merged(stats, tuple(kept), left_out)
 
 
 def _one(parts: list[ActivationStats], rule: str) -> ActivationStats:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 
 import pytest
 import torch
 
-from forge_ptq.numerics.merge import RULES, Judgement, judge, merge_shares, reduce, worst
+from forge_ptq.numerics.merge import RULES, Judgement, judge, reduce, worst
 from forge_ptq.numerics.stats import ActivationStats, measure
 from tests.unit.test_stats import assert_same
 
@@ -25,6 +26,21 @@ def rollouts(shares: int = 4, tokens: int = 23, seed: int = 0) -> dict[str, dict
 
 def measured(data: dict[str, dict]) -> dict[str, dict[str, ActivationStats]]:
     return {share: {n: measure(x) for n, x in sites.items()} for share, sites in data.items()}
+
+
+@dataclass(frozen=True)
+class Merged:
+    stats: dict[str, ActivationStats]
+    contributors: tuple[str, ...]
+    left_out: dict[str, str]
+
+
+def merge_shares(shares: dict[str, dict], rule: str, sigma_clip: float) -> Merged:
+    """Both steps over all sites, as a merger of one rank takes them."""
+    reasons = {share: j.reason(sigma_clip) for share, j in judge(shares).items()}
+    left_out = {share: reason for share, reason in reasons.items() if reason is not None}
+    kept = {share: stats for share, stats in shares.items() if share not in left_out}
+    return Merged(reduce(kept, rule) if kept else {}, tuple(sorted(kept)), left_out)
 
 
 @pytest.mark.parametrize("rule", ["histogram", "max"])
