@@ -50,7 +50,7 @@ class CalibrationConfig(Block):
     """Batches after which a replica saves its statistics, so that another can take over."""
 
     keep_versions: PositiveInt = 3
-    """Such checkpoints kept per share, and calibrations whose statistics stay in the store."""
+    """Such checkpoints kept per share while it is at work, and calibrations kept in the store."""
 
     oversample: Factor = 1.2
     """Quantizer replicas per share of the work: 1.2 lets every sixth stand by to take over."""

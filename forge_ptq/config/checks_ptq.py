@@ -107,9 +107,14 @@ def _rounds(config: RunConfig, problems: Problems) -> None:
         message = f"got {merge.heartbeat_s:g}, expected less than ptq.merge.deadline_s"
         more = "a share must change hands before the round is over"
         problems.append(("ptq.merge.heartbeat_s", f"{message} = {merge.deadline_s:g}: {more}"))
-    if merge.deadline_s > limits.calibrate_s:
-        message = f"got {limits.calibrate_s:g}, expected at least ptq.merge.deadline_s"
-        problems.append(("ptq.deadlines.calibrate_s", f"{message} = {merge.deadline_s:g}"))
+    steps = 6 if config.ptq.smoothing.enabled else 3
+    if steps * merge.deadline_s > limits.calibrate_s:
+        message = f"got {limits.calibrate_s:g}, expected at least {steps} * ptq.merge.deadline_s"
+        parts = (
+            "observe, merge, smooth, observe, merge, plan" if steps == 6 else "observe, merge, plan"
+        )
+        least = steps * merge.deadline_s
+        problems.append(("ptq.deadlines.calibrate_s", f"{message} = {least:g}: {parts}"))
     replicas, oversample = config.services.quantizer.num_replicas, config.ptq.calibration.oversample
     primaries = max(1, math.floor(replicas / oversample))
     if replicas > 1 and 2 * primaries < replicas:

@@ -62,7 +62,8 @@ class DeadlinesConfig(Block):
     """Seconds after which one phase of a publish counts as failed. The live slot stays as it is."""
 
     calibrate_s: Positive = 900.0
-    """All rounds of a calibration, the search for a plan included; each has `merge.deadline_s`."""
+    """All of a calibration: with smoothing four rounds of work and two merges, else two and one.
+    Each has `merge.deadline_s`."""
 
     quantize_s: Positive = 300.0
     """Load and quantize."""

@@ -172,7 +172,11 @@ def test_values_out_of_range_are_refused(override: str) -> None:
         (["ptq.plan.mode=auto", "ptq.plan.budget=0.03"], "ptq.plan.budget"),
         (["ptq.plan={default: bf16, overrides: {}}"], "ptq.smoothing.enabled"),
         (["ptq.merge.heartbeat_s=60"], "ptq.merge.heartbeat_s"),
-        (["ptq.deadlines.calibrate_s=59"], "ptq.deadlines.calibrate_s"),
+        (["ptq.deadlines.calibrate_s=359"], "ptq.deadlines.calibrate_s"),
+        (
+            ["ptq.deadlines.calibrate_s=179", "ptq.smoothing.enabled=false"],
+            "ptq.deadlines.calibrate_s",
+        ),
         (
             ["ptq.calibration.oversample=2.1", "services.quantizer.num_replicas=4"],
             "ptq.calibration.oversample",
