@@ -44,7 +44,7 @@ class Records:
 
     def settle(self, step: int) -> None:
         """Drops what earlier sessions recorded after training step `step`, where this one goes on.
-        Tokens and seconds stay: they were spent. Only the first call acts."""
+        Tokens and the run's seconds stay: they were spent. Only the first call acts."""
         if self._settled:
             return
         self._settled = True
@@ -54,6 +54,7 @@ class Records:
             if record["version"] > step:
                 self.outcomes[outcome(record)] -= 1
                 self.calibrations -= bool(record.get("calibrated"))
+                self.calibrate_s -= record.get("calibrate_s") or 0.0
         self.publishes = [r for r in self.publishes if r["version"] <= step]
 
     def add_step(self, record: Record) -> None:
