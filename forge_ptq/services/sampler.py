@@ -130,7 +130,7 @@ class _Side:
         """Version of the freshest rollout, 0 if there is none."""
         return max((r[-1].policy_version for r in self._lists.values() if r), default=0)
 
-    def take(self, count: int, max_tokens: int | None) -> list[Rollout]:
+    def take(self, count: int, max_tokens: int | None = None) -> list[Rollout]:
         """The freshest of every stratum, in turns, until there are count."""
         queues = [
             [r for r in rollouts if max_tokens is None or len(r.token_ids) <= max_tokens]
@@ -214,13 +214,13 @@ class RolloutSampler:
         """Up to count held-out rollouts, freshest first, none longer than max_tokens."""
         return self._sides["probe"].take(count, max_tokens)
 
-    def plan(self, count: int, max_tokens: int | None = None) -> list[Rollout]:
+    def plan(self, count: int) -> list[Rollout]:
         """Up to count rollouts to measure plans on, freshest first."""
-        return self._sides["plan"].take(count, max_tokens)
+        return self._sides["plan"].take(count)
 
-    def calibration(self, count: int, max_tokens: int | None = None) -> list[Rollout]:
+    def calibration(self, count: int) -> list[Rollout]:
         """Up to count rollouts of the third side: the freshest of every stratum in turns."""
-        return self._sides["calibration"].take(count, max_tokens)
+        return self._sides["calibration"].take(count)
 
     def sizes(self) -> dict[str, int]:
         """Rollouts at hand on each side."""

@@ -76,9 +76,8 @@ class Schedule:
         reason = self._reason(version, live)
         if reason is None:
             return None
-        limit = self.cfg.probe.max_tokens
-        rollouts = self.sampler.calibration(self.cfg.calibration.rollouts, limit)
-        plan = self.sampler.plan(self.cfg.plan.rollouts, limit) if self._auto else []
+        rollouts = self.sampler.calibration(self.cfg.calibration.rollouts)
+        plan = self.sampler.plan(self.cfg.plan.rollouts) if self._auto else []
         parts = [("calibration", rollouts, self.cfg.calibration.rollouts)]
         if self._auto:
             parts.append(("plan", plan, self.cfg.plan.rollouts))

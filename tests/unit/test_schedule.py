@@ -64,6 +64,12 @@ def first(plan: Schedule) -> Due:
     return due
 
 
+def test_the_probes_limit_is_not_the_calibrations() -> None:
+    plan = schedule(plan__mode="auto", probe__max_tokens=3)  # all rollouts have four
+    due = first(plan)
+    assert (len(due.rollouts), len(due.plan_rollouts)) == (40, 12)
+
+
 def test_first_then_by_trainer_steps_whatever_was_published() -> None:
     plan = schedule()
     due = plan.due(3, None)
