@@ -17,6 +17,7 @@ import torch
 from forge_ptq import store, store_stats
 from forge_ptq.manifest import describe_tensor
 from forge_ptq.numerics.calibration import Calibration
+from forge_ptq.numerics.schemes import QuantizationError
 from forge_ptq.numerics.stats import ActivationStats
 from forge_ptq.numerics.stats_table import Layout, channel_slice, pack, unpack
 from forge_ptq.services.planning import choose_plan
@@ -214,9 +215,15 @@ class Workbench:
             raise ValueError("the plan has int8_static layers: calibrate before quantize")
 
         def make() -> Any:
-            tensors, used, notes = policy.quantize(
-                asked, calibration, names=policy.shares(work.parts)[work.part], corrupt=work.corrupt
-            )
+            try:
+                tensors, used, notes = policy.quantize(
+                    asked,
+                    calibration,
+                    names=policy.shares(work.parts)[work.part],
+                    corrupt=work.corrupt,
+                )
+            except QuantizationError as error:  # about the whole tensor, which every rank has
+                raise AgreedError(str(error)) from error
             return tensors, {n: describe_tensor(t) for n, t in tensors.items()}, used, notes
 
         tensors, specs, used, notes = await self.run(make)
