@@ -13,6 +13,7 @@ from forge_ptq import store
 from forge_ptq.artifact import ArtifactRef, Manifest
 from forge_ptq.numerics.calibration import Calibration
 from forge_ptq.numerics.divergence import Divergence, compare
+from forge_ptq.services.crew import GRACE_S
 from forge_ptq.services.fleet import CalibrationError
 from forge_ptq.services.guard import Evidence, StagedSlot
 from forge_ptq.services.replicas import (
@@ -109,7 +110,11 @@ def flop_share(manifest: Manifest) -> dict[str, float]:
 
 
 class Publisher:
-    """Talks to the quantizers, the store and the generator; keeps no opinion of its own."""
+    """Talks to the quantizers, the store and the generator; keeps no opinion of its own.
+
+    The fleet holds its rounds to the same deadlines and then says what is missing and why, so it
+    is given a little longer here: this limit is for when the fleet itself does not return.
+    """
 
     def __init__(self, cfg: Any, policy: Any, fleet: Any) -> None:
         """policy: handle of the generator. fleet: fleet.QuantizerFleet."""
@@ -139,7 +144,8 @@ class Publisher:
     async def quantize(self, candidate: Candidate) -> None:
         """Quantize the version with the live scales: sets candidate.ref and manifest."""
         candidate.phase = "quantize"
-        started, limit = time.perf_counter(), self.cfg.deadlines.quantize_s
+        started = time.perf_counter()
+        limit = self.cfg.deadlines.quantize_s + 2 * GRACE_S
         work = self.fleet.quantize(candidate.version, candidate.scheme, candidate.fault)
         candidate.ref = await within(work, "quantize", limit)
         candidate.manifest = await store.get_manifest(candidate.ref)
@@ -184,7 +190,8 @@ class Publisher:
         """W_v's hidden states; the second candidate of a version reuses them."""
         if self._reference is None or self._reference[:2] != (version, rollouts):
             work = self.fleet.reference(version, rollouts)
-            hidden = await within(work, "reference", self.cfg.deadlines.probe_s)
+            limit = self.cfg.deadlines.probe_s + 2 * GRACE_S
+            hidden = await within(work, "reference", limit)
             self._reference = (version, rollouts, hidden)
         return self._reference[2]
 

@@ -44,8 +44,6 @@ class Terms:
 
     heartbeat_s: float
     deadline_s: float
-    startup_s: float | None = None
-    """Until an owner's first batch; None: half the deadline."""
 
 
 @dataclass
@@ -81,15 +79,8 @@ class Coordinator(ForgeActor):
         """Begin a round; ValueError if there is one of this id."""
         if round_id in self._rounds:
             raise ValueError(f"round {round_id} is open already")
-        self._rounds[round_id] = _Open(
-            WorkRound(
-                items,
-                terms.heartbeat_s,
-                terms.deadline_s,
-                time.monotonic(),
-                startup_s=terms.startup_s,
-            )
-        )
+        now = time.monotonic()
+        self._rounds[round_id] = _Open(WorkRound(items, terms.heartbeat_s, terms.deadline_s, now))
 
     @concurrent_endpoint
     async def claim(self, round_id: str, member: Member) -> Assignment | Wait | None:

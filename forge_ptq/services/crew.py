@@ -73,21 +73,17 @@ class Crew:
                 total += 1
         return total
 
-    async def hold(
-        self,
-        kind: str,
-        items: Sequence[Item],
-        deadline_s: float,
-        startup_s: float | None = None,
-    ) -> Report:
+    async def hold(self, kind: str, items: Sequence[Item], deadline_s: float) -> Report:
         """One round from start to end. Whatever became of its items is in the report.
 
         Work and results pass through the coordinator as bytes: it need not know them, nor import
         what they are made of.
-        FleetError if no replica could be asked at all, or if the coordinator dies meanwhile.
+        FleetError if no replica could be asked at all, or if the coordinator dies meanwhile. Takes
+        up to GRACE_S longer than deadline_s: whoever puts another limit around it must leave time
+        for that, or the reasons are lost. Silent replicas are replaced even then.
         """
         round_id = f"{kind}-{uuid.uuid4().hex[:8]}"
-        terms = Terms(self.heartbeat_s, deadline_s, startup_s)
+        terms = Terms(self.heartbeat_s, deadline_s)
         sealed = [Item(item.id, pickle.dumps(item.work)) for item in items]
         await self._open(round_id, sealed, terms)
         arguments = (self.coordinator, round_id, self.heartbeat_s, deadline_s)
@@ -98,7 +94,7 @@ class Crew:
         finally:
             del self._active[round_id]
             report: Report = await self._call("close", round_id)
-        await self._replace(report)
+            await self._replace(report)
         finished = report.outcome.finished
         report.outcome.finished = {item: pickle.loads(done) for item, done in finished.items()}
         return report
@@ -111,11 +107,14 @@ class Crew:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _open(self, round_id: str, items: list[Item], terms: Terms) -> None:
-        """Open a round; at a new coordinator if the old one has died. It kept nothing of value."""
+        """Open a round; at a new coordinator if the old one has died or does not answer.
+
+        It kept nothing of value. A silent one is not killed: it may share its process.
+        """
         try:
             await self._call("open_round", round_id, items, terms)
         except FleetError as error:
-            if not isinstance(error.__cause__, runtime.ActorDied):
+            if not isinstance(error.__cause__, runtime.ActorDied | TimeoutError):
                 raise
             log.warning("%s; starting another one", error)
             self.coordinator = await Coordinator.options(mesh_name="coordinator").as_actor()

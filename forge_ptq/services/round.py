@@ -1,6 +1,6 @@
 """WorkRound: who does what in one round of work that cannot hang. A pure state machine.
 
-    round = WorkRound(items, heartbeat_s=2, deadline_s=120, now=0.0, replicas=4)
+    round = WorkRound(items, heartbeat_s=2, deadline_s=120, now=0.0)
     claim = round.claim("host:17", now)      # Assignment | WAIT | None (the round is over)
     go_on = round.beat("host:17", now, 3)    # alive, three batches of its item done
     round.finish("host:17", "share-0", result, now)
