@@ -3,10 +3,11 @@
     ptq_stats.r{round}.p{pass}.s{share}.a{attempt}.c{batches}.{tensor}   a share's checkpoint
     ptq_merged.r{round}.p{pass}.{tensor}                                 what the merger makes
     ptq_calibration.r{round}.{tensor}                                    the result
+    ptq_round                                                            number of the last round
 
-Each of the three is complete once its markers (``__mark__.{rank}``, JSON) are there, one of every
-writing rank, put after its last tensor. Every attempt at a share writes under keys of its own, so
-what a dead writer leaves behind is garbage that nobody reads, and never torn.
+Each of the first three is complete once its markers (``__mark__.{rank}``, JSON) are there, one of
+every writing rank, put after its last tensor. Every attempt at a share writes under keys of its
+own, so what a dead writer leaves behind is garbage that nobody reads, and never torn.
 
 Statistics are the tables of numerics.stats_table, put as slices of distributed tensors:
 
@@ -25,7 +26,7 @@ Shape suffixes: L sites, C channels, B bins, P ranks of a replica, M ranks of th
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -33,12 +34,13 @@ from typing import Any
 import torch
 
 from forge_ptq import store_io as io
-from forge_ptq.numerics.calibration import Calibration
+from forge_ptq.numerics.calibration import Calibration, CalibrationFormatError
 from forge_ptq.numerics.stats import ActivationStats
 from forge_ptq.numerics.stats_table import Layout, channel_slice, unpack
 from forge_ptq.store_io import StoreError
 
 _STATS, _MERGED, _CALIBRATION = "ptq_stats", "ptq_merged", "ptq_calibration"
+_ROUND = "ptq_round"
 _MARK = "__mark__"
 
 Table = dict[str, torch.Tensor]
@@ -243,11 +245,6 @@ async def get_merged(round_: int, pass_: int) -> dict[str, ActivationStats]:
     return unpack(dict(zip(gets, await io.gather(gets.values()), strict=True)), mark.layout)
 
 
-async def drop_merged(round_: int, pass_: int) -> int:
-    """Delete what a merge that failed has left, so that it can be done again."""
-    return await io.purge(await io.keys(_merged_prefix(round_, pass_)))
-
-
 def _calibration_prefix(round_: int) -> str:
     return f"{_CALIBRATION}.r{round_:08d}"
 
@@ -268,10 +265,14 @@ async def get_calibration(round_: int) -> Calibration:
     marker = f"{prefix}.{_MARK}.{0:05d}"
     if not await io.exists(marker):
         raise StoreError(f"get {prefix}: no such calibration, not complete or dropped")
-    record = json.loads(await io.get(marker))
-    names = record["tensors"]
+    text = await io.get(marker)
+    try:
+        record = json.loads(text)
+        names, described = list(record["tensors"]), record["text"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CalibrationFormatError(f"{marker} is no mark of a calibration: {error!r}") from error
     tensors = await io.gather(partial(io.get, f"{prefix}.{name}") for name in names)
-    return Calibration.from_tensors(dict(zip(names, tensors, strict=True)), record["text"])
+    return Calibration.from_tensors(dict(zip(names, tensors, strict=True)), described)
 
 
 async def calibration_rounds() -> list[int]:
@@ -280,17 +281,28 @@ async def calibration_rounds() -> list[int]:
     return sorted(_round(name) for name in names if f".{_MARK}." in name)
 
 
-async def last_round() -> int:
-    """Highest round number that anything is stored under; 0 if nothing is."""
-    names = [n for root in (_STATS, _MERGED, _CALIBRATION) for n in await io.keys(root)]
-    return max(map(_round, names), default=0)
+async def claim_round() -> int:
+    """The number of a new round, higher than any before: no two rounds share a key, whoever ran
+    the ones before and whatever became of them."""
+    last = json.loads(await io.get(_ROUND)) if await io.exists(_ROUND) else 0
+    await io.put(_ROUND, json.dumps(last + 1))
+    return int(last) + 1
 
 
 def _round(name: str) -> int:
     return int(name.split(".")[1].removeprefix("r"))
 
 
-async def drop_rounds(before: int, keep: Sequence[int] = ()) -> int:
-    """Delete everything of rounds lower than before, but for those to keep."""
-    names = [n for root in (_STATS, _MERGED, _CALIBRATION) for n in await io.keys(root)]
-    return await io.purge([n for n in names if _round(n) < before and _round(n) not in keep])
+async def drop_shares(round_: int, pass_: int) -> int:
+    """Delete all attempts at all shares of a pass; returns keys deleted."""
+    return await io.purge(await io.keys(f"{_STATS}.r{round_:08d}.p{pass_}"))
+
+
+async def drop_rounds(before: int, keep: int) -> int:
+    """Delete shares and merged statistics of rounds lower than before, what stragglers added
+    late included, and all but the keep newest calibrations; returns keys deleted."""
+    names = [n for root in (_STATS, _MERGED) for n in await io.keys(root)]
+    gone = [name for name in names if _round(name) < before]
+    old = set((await calibration_rounds())[:-keep])
+    gone += [name for name in await io.keys(_CALIBRATION) if _round(name) in old]
+    return await io.purge(gone)

@@ -21,7 +21,7 @@ from forge_ptq.numerics.plan import SCHEME_NAMES
 from forge_ptq.numerics.stats import ActivationStats
 from forge_ptq.numerics.stats_table import Layout, pack, unpack
 
-SCHEMA = 1
+SCHEMA = 2
 SHIFT = "shift"
 STATS = "stats."
 
@@ -53,6 +53,12 @@ class Calibration:
     """Perplexity rise the planner measured for these layers; None if the plan was given."""
     alpha: Mapping[str, float] = field(default_factory=dict)
     """Smoothing strength per smoothed site."""
+    range_method: str = "absmax"
+    """How the ranges were chosen: absmax, percentile, mse or kl."""
+    budget: float | None = None
+    """Perplexity rise that the plan had to stay within; None if the plan was given."""
+    asked: Mapping[str, Any] = field(default_factory=dict)
+    """The plan as it was configured, JSON only; whoever finds a calibration compares it."""
 
     def to_tensors(self) -> tuple[dict[str, torch.Tensor], str]:
         """(flat tensors, JSON text). ValueError for a range that is not finite."""
@@ -81,6 +87,9 @@ class Calibration:
                 "dropped": list(self.dropped),
                 "predicted_rise": _finite_or_none(self.predicted_rise),
                 "alpha": dict(self.alpha),
+                "range_method": self.range_method,
+                "budget": self.budget,
+                "asked": dict(self.asked),
             },
             allow_nan=False,
         )
@@ -111,6 +120,9 @@ class Calibration:
                 dropped=tuple(record["dropped"]),
                 predicted_rise=record["predicted_rise"],
                 alpha=record["alpha"],
+                range_method=record["range_method"],
+                budget=record["budget"],
+                asked=dict(record["asked"]),
             )
         except CalibrationFormatError:
             raise

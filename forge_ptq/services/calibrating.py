@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forge_ptq import store_stats
+from forge_ptq import runtime, store_stats
 from forge_ptq.numerics.calibration import Calibration
+from forge_ptq.numerics.stats_table import Layout
 from forge_ptq.services.crew import FleetError
 from forge_ptq.services.policy_batches import make_batches, shortened
-from forge_ptq.services.replicas import call_one
+from forge_ptq.services.replicas import PublishError, call_one
 from forge_ptq.services.round import Item, Outcome
 from forge_ptq.services.sampler import Rollout
 from forge_ptq.services.work import Observe, Plan, PlanDone, ShareDone, Smooth, SmoothDone
+from forge_ptq.store_io import StoreError
 from forge_ptq.store_stats import ShareKey
 
 if TYPE_CHECKING:
@@ -50,7 +52,7 @@ class _Account:
 
 
 def deal(batches: Sequence[Any], shares: int) -> list[list[Any]]:
-    """The batches dealt round like cards; some shares are empty if there are too few."""
+    """The batches dealt round like cards."""
     return [list(batches[first::shares]) for first in range(shares)]
 
 
@@ -59,18 +61,67 @@ def primaries(replicas: int, oversample: float) -> int:
     return max(1, int(replicas / oversample))
 
 
+def asked_plan(plan: Any) -> dict[str, Any]:
+    """What of a PlanConfig the schemes of a calibration depend on, as JSON."""
+    overrides = dict(plan.overrides)
+    if plan.mode == "auto":
+        return {"mode": "auto", "overrides": overrides, "budget": plan.budget}
+    return {"mode": plan.mode, "overrides": overrides, "default": plan.default}
+
+
+def misfit(found: Calibration, layout: Layout, layers: Collection[str], plan: Any) -> str | None:
+    """Why a stored calibration cannot be used for a model and a PlanConfig; None if it can."""
+    if set(found.layers) != set(layers):
+        odd = sorted(set(found.layers) ^ set(layers))[0]
+        return f"its layers are not the model's ({odd})"
+    if found.stats and Layout.of(found.stats) != layout:
+        return "its inputs are not as wide as the model's"
+    if dict(found.asked) != (now := asked_plan(plan)):
+        return f"it was made for the plan {dict(found.asked)}, now it is {now}"
+    return None
+
+
 async def run_calibration(
     fleet: QuantizerFleet,
-    round_: int,
     version: int,
     rollouts: Sequence[Rollout],
     plan_rollouts: Sequence[Rollout],
 ) -> Calibration:
-    """See ``QuantizerFleet.calibrate``."""
-    cfg = fleet.cfg
-    batches = make_batches(rollouts, cfg.calibration.batch_tokens)
-    if not batches:
+    """See ``QuantizerFleet.calibrate``. Whatever goes wrong is a CalibrationError."""
+    batches = make_batches(rollouts, fleet.cfg.calibration.batch_tokens)
+    if not any(rollout.token_ids for rollout in rollouts):
         raise CalibrationError("calibration: there are no rollouts")
+    try:
+        round_ = await store_stats.claim_round()
+        try:
+            calibration = await _run(fleet, round_, version, batches, plan_rollouts)
+            await store_stats.put_calibration(calibration)
+        finally:
+            await _tidy(store_stats.drop_rounds(round_, fleet.cfg.calibration.keep_versions))
+    except CalibrationError:
+        raise
+    except (FleetError, StoreError, ValueError) as error:  # ValueError: a range is not finite
+        raise CalibrationError(f"calibration: {error}") from error
+    return calibration
+
+
+async def _tidy(work: Awaitable[Any]) -> None:
+    """Delete what is not needed any more. The next calibration deletes what now stays."""
+    try:
+        await work
+    except StoreError as error:
+        log.warning("statistics stay in the store: %s", error)
+
+
+async def _run(
+    fleet: QuantizerFleet,
+    round_: int,
+    version: int,
+    batches: Sequence[Sequence[Rollout]],
+    plan_rollouts: Sequence[Rollout],
+) -> Calibration:
+    """All passes and the plan; nothing is stored but statistics."""
+    cfg = fleet.cfg
     account = _Account()
     shift: Mapping[str, torch.Tensor] = {}
     alpha: Mapping[str, float] = {}
@@ -98,7 +149,7 @@ async def run_calibration(
         start=dict(before.layers) if before is not None else None,
     )
     planned: PlanDone = await _one(fleet, "plan", plan)
-    calibration = Calibration(
+    return Calibration(
         round=round_,
         policy_version=version,
         layers=planned.layers,
@@ -110,19 +161,15 @@ async def run_calibration(
         dropped=tuple(account.dropped),
         predicted_rise=planned.predicted_rise,
         alpha=alpha,
+        range_method=cfg.calibration.range,
+        budget=cfg.plan.budget if auto else None,
+        asked=asked_plan(cfg.plan),
     )
-    await store_stats.put_calibration(calibration)
-    await store_stats.drop_rounds(before=round_ - cfg.calibration.keep_versions + 1)
-    return calibration
 
 
 async def _one(fleet: QuantizerFleet, kind: str, work: Any) -> Any:
     """The result of a round of a single item."""
-    try:
-        results = await fleet.complete(kind, [Item(kind, work)], fleet.cfg.merge.deadline_s)
-    except FleetError as error:
-        raise CalibrationError(f"calibration: {error}") from error
-    return results[0]
+    return (await fleet.complete(kind, [Item(kind, work)], fleet.cfg.merge.deadline_s))[0]
 
 
 async def _pass(
@@ -134,9 +181,30 @@ async def _pass(
     shift: Mapping[str, torch.Tensor],
     account: _Account,
 ) -> int:
-    """Observe and merge; returns the tokens that went in. CalibrationError below the quorum."""
+    """Observe and merge; returns the tokens that went in. CalibrationError below the quorum.
+
+    Shares are deleted at the end, whatever it is: merged they are not needed, and a round that
+    failed is not continued.
+    """
+    try:
+        return await _observe_and_merge(fleet, round_, pass_, version, batches, shift, account)
+    finally:
+        await _tidy(store_stats.drop_shares(round_, pass_))
+
+
+async def _observe_and_merge(
+    fleet: QuantizerFleet,
+    round_: int,
+    pass_: int,
+    version: int,
+    batches: Sequence[Sequence[Rollout]],
+    shift: Mapping[str, torch.Tensor],
+    account: _Account,
+) -> int:
+    """See ``_pass``."""
     cfg = fleet.cfg
-    count = primaries(await fleet.crew.size(), cfg.calibration.oversample)
+    # An empty share would count towards the quorum and hold nothing.
+    count = min(primaries(await fleet.crew.size(), cfg.calibration.oversample), len(batches))
     items = [
         Item(
             f"share-{share}",
@@ -164,10 +232,16 @@ async def _pass(
             fleet.merger, "merge", *arguments, deadline_s=cfg.merge.deadline_s
         )
     except Exception as error:
+        if isinstance(error, PublishError | TimeoutError):
+            log.error("the merger does not answer: killing its processes on this host")
+            await runtime.kill_local(fleet.merger)
         raise CalibrationError(f"calibration: merging failed: {error}") from error
     account.enter(outcome, left_out, pass_)
     _check_quorum(outcome, left_out, count, cfg.merge.quorum)
-    return sum(share.tokens for item, share in done.items() if item not in left_out)
+    tokens = sum(share.tokens for item, share in done.items() if item not in left_out)
+    if not tokens:
+        raise CalibrationError("calibration: the shares hold no token")
+    return tokens
 
 
 def _check_quorum(outcome: Outcome, left_out: Mapping[str, str], count: int, quorum: float) -> None:

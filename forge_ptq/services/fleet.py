@@ -37,10 +37,11 @@ import torch
 from forge_ptq import store, store_stats
 from forge_ptq.artifact import ArtifactRef
 from forge_ptq.manifest import CalibrationRecord, assemble_manifest, new_artifact_id
-from forge_ptq.numerics.calibration import Calibration
-from forge_ptq.services.calibrating import CalibrationError, run_calibration
+from forge_ptq.numerics.calibration import Calibration, CalibrationFormatError
+from forge_ptq.services.calibrating import CalibrationError, misfit, run_calibration
 from forge_ptq.services.coordinator import Report
 from forge_ptq.services.crew import Crew, FleetError
+from forge_ptq.services.replicas import call_one
 from forge_ptq.services.round import Item
 from forge_ptq.services.sampler import Rollout
 from forge_ptq.services.work import PartDone, Quantize, Reference, ReferenceDone
@@ -68,7 +69,6 @@ class QuantizerFleet:
         """Site -> Drift, measured during the last ``reference`` with a calibration live."""
         self.reports: deque[tuple[str, Report]] = deque(maxlen=REPORTS_KEPT)
         """(kind, report) of the last rounds: who did what, who was lost. Without the results."""
-        self._round = 0
         self._lock = asyncio.Lock()
 
     @classmethod
@@ -77,15 +77,36 @@ class QuantizerFleet:
     ) -> QuantizerFleet:
         """cfg: config.PTQConfig. quantizer: a Quantizer service (or actor), or a list of such,
         which may differ in their number of processes. merger: a StatsMerger service (or actor).
-        coordinator: a Coordinator actor. A calibration that the store has is live again.
+        coordinator: a Coordinator actor. A calibration that the store has is live again if it was
+        made for this model and plan.
         """
         quantizers = list(quantizer) if isinstance(quantizer, list | tuple) else [quantizer]
         crew = Crew(quantizers, coordinator, cfg.merge.heartbeat_s)
         fleet = cls(cfg, crew, merger)
-        rounds = await store_stats.calibration_rounds()
-        if rounds:
-            fleet.calibration = await store_stats.get_calibration(rounds[-1])
+        fleet.calibration = await fleet._restored()
         return fleet
+
+    async def _restored(self) -> Calibration | None:
+        """The last calibration in the store; None, and why in the log, if it cannot be used."""
+        rounds = await store_stats.calibration_rounds()
+        if not rounds:
+            return None
+        try:
+            found = await store_stats.get_calibration(rounds[-1])
+        except (store.StoreError, CalibrationFormatError) as error:
+            log.warning("calibration %d is not used: %s", rounds[-1], error)
+            return None
+        try:
+            limit = self.cfg.merge.deadline_s
+            status = await call_one(self.crew.quantizers[0], "status", deadline_s=limit)
+        except (RuntimeError, TimeoutError) as error:
+            log.warning("calibration %d is not used: no quantizer answers: %s", rounds[-1], error)
+            return None
+        reason = misfit(found, status.layout, list(status.layers), self.cfg.plan)
+        if reason is not None:
+            log.warning("calibration %d is not used: %s", rounds[-1], reason)
+            return None
+        return found
 
     async def calibrate(
         self,
@@ -99,11 +120,7 @@ class QuantizerFleet:
         reason if it did not work; the calibration before stays live then.
         """
         async with self._lock:
-            # Another fleet on this store may have come and gone: never continue its shares.
-            self._round = max(self._round, await store_stats.last_round()) + 1
-            self.calibration = await run_calibration(
-                self, self._round, version, rollouts, plan_rollouts
-            )
+            self.calibration = await run_calibration(self, version, rollouts, plan_rollouts)
             return self.calibration
 
     async def quantize(
@@ -208,30 +225,29 @@ class QuantizerFleet:
             specs={name: spec for done in results for name, spec in done.specs.items()},
             asked={name: scheme for done in results for name, scheme in done.asked.items()},
             notes={name: note for done in results for name, note in done.notes.items()},
-            calibration=self._record(calibration, layers),
+            calibration=_record(calibration, layers),
             artifact_id=artifact_id,
         )
         return await store.finish_artifact(manifest, [done.part for done in results])
 
-    def _record(
-        self, calibration: Calibration | None, layers: Mapping[str, str]
-    ) -> CalibrationRecord | None:
-        """What the manifest says about the calibration; None if nothing came from it."""
-        if calibration is None:
-            return None
-        if "int8_static" not in layers.values() and not calibration.shift:
-            return None
-        return CalibrationRecord(
-            round=calibration.round,
-            policy_version=calibration.policy_version,
-            tokens=calibration.tokens,
-            contributors=calibration.contributors,
-            dropped=calibration.dropped,
-            range_method=self.cfg.calibration.range,
-            smoothing=dict(calibration.alpha),
-            budget=self.cfg.plan.budget if self.cfg.plan.mode == "auto" else None,
-            predicted_rise=calibration.predicted_rise,
-        )
+
+def _record(calibration: Calibration | None, layers: Mapping[str, str]) -> CalibrationRecord | None:
+    """What the manifest says about the calibration; None if nothing came from it."""
+    if calibration is None:
+        return None
+    if "int8_static" not in layers.values() and not calibration.shift:
+        return None
+    return CalibrationRecord(
+        round=calibration.round,
+        policy_version=calibration.policy_version,
+        tokens=calibration.tokens,
+        contributors=calibration.contributors,
+        dropped=calibration.dropped,
+        range_method=calibration.range_method,
+        smoothing=dict(calibration.alpha),
+        budget=calibration.budget,
+        predicted_rise=calibration.predicted_rise,
+    )
 
 
 async def _forget(artifact_id: str) -> None:

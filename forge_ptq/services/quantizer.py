@@ -37,6 +37,7 @@ import torch
 
 from forge_ptq import store
 from forge_ptq.numerics.plan import QuantPlan
+from forge_ptq.numerics.stats_table import Layout
 from forge_ptq.runtime import ForgeActor, concurrent_endpoint, endpoint
 from forge_ptq.services.coordinator import Member
 from forge_ptq.services.policy_copy import PolicyCopy, build_model
@@ -70,6 +71,8 @@ class QuantizerStatus:
     """Policy version loaded."""
     layers: dict[str, str]
     """The configured plan, resolved: HF module name -> scheme."""
+    layout: Layout
+    """Inputs that a calibration measures, with their widths."""
 
 
 def worker_threads() -> int:
@@ -126,7 +129,8 @@ class Quantizer(ForgeActor):
     async def status(self) -> QuantizerStatus:
         """Version and plan; answers while ``work`` goes on."""
         bench = self._workbench()
-        return QuantizerStatus(bench.name, bench.policy.version, dict(bench.policy.layers))
+        policy = bench.policy
+        return QuantizerStatus(bench.name, policy.version, dict(policy.layers), bench.layout)
 
     @concurrent_endpoint
     async def work(

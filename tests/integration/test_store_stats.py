@@ -5,7 +5,7 @@ import pytest_asyncio
 import torch
 
 from forge_ptq import runtime, store, store_io, store_stats
-from forge_ptq.numerics.calibration import Calibration
+from forge_ptq.numerics.calibration import Calibration, CalibrationFormatError
 from forge_ptq.numerics.stats import ActivationStats, measure
 from forge_ptq.numerics.stats_table import Layout, channel_slice, pack, unpack
 from forge_ptq.store_io import StoreError
@@ -148,7 +148,6 @@ async def test_merged_statistics_put_by_rows_are_read_whole(mergers):
         table = pack(part, layout.cut(start, stop)) if part else {}
         await store_stats.put_merged(5, mergers, table, mark, rank, start, stop)
     assert_same(await store_stats.get_merged(5, mergers), stats)
-    assert await store_stats.drop_merged(5, mergers) > 0
 
 
 async def test_calibrations_and_retention_of_rounds():
@@ -165,17 +164,26 @@ async def test_calibrations_and_retention_of_rounds():
             contributors=("host:1",),
         )
         await store_stats.put_calibration(calibration)
-        await put_share(ShareKey(number, 0, 0, 1, 0), 1)
+    for pass_ in (0, 1):
+        await put_share(ShareKey(13, pass_, 0, 1, 0), 1)
     assert await store_stats.calibration_rounds() == [11, 12, 13]
-    assert await store_stats.last_round() == 13
     found = await store_stats.get_calibration(12)
     assert found.absmax == {"q": 12.0}
     assert torch.equal(found.shift["q"], calibration.shift["q"])
     assert_same(found.stats, whole(12))
     with pytest.raises(StoreError, match="no such calibration"):
         await store_stats.get_calibration(14)
-    assert await store_stats.drop_rounds(before=13, keep=[11]) > 0
-    assert await store_stats.calibration_rounds() == [11, 13]
-    assert await store_stats.find_checkpoint(12, 0, 0) is None
-    assert await store_stats.find_checkpoint(13, 0, 0) is not None
-    assert await store_stats.find_checkpoint(1, 0, 1) is None
+    assert await store_stats.drop_rounds(before=13, keep=2) > 0
+    assert await store_stats.calibration_rounds() == [12, 13]
+    assert await store_stats.find_checkpoint(1, 0, 1) is None  # by an earlier test
+    assert await store_stats.drop_rounds(before=13, keep=5) == 0
+    assert await store_stats.drop_shares(13, 0) > 0
+    assert await store_stats.find_checkpoint(13, 0, 0) is None
+    assert await store_stats.find_checkpoint(13, 1, 0) is not None
+    await store_io.put("ptq_calibration.r00000012.__mark__.00000", '{"tensors": []}')
+    with pytest.raises(CalibrationFormatError, match="no mark of a calibration"):
+        await store_stats.get_calibration(12)
+
+
+async def test_no_two_rounds_have_one_number():
+    assert [await store_stats.claim_round() for _ in range(3)] == [1, 2, 3]

@@ -28,6 +28,9 @@ def calibration() -> Calibration:
         dropped=("host:3: silent",),
         predicted_rise=0.021,
         alpha={"a.q_proj": 0.65},
+        range_method="mse",
+        budget=0.025,
+        asked={"mode": "auto", "overrides": {"*.b": "bf16"}},
     )
 
 
@@ -35,7 +38,10 @@ def test_round_trip_is_exact(calibration):
     tensors, text = calibration.to_tensors()
     assert all(isinstance(tensor, torch.Tensor) for tensor in tensors.values())
     back = Calibration.from_tensors({k: t.clone() for k, t in tensors.items()}, text)
-    for name in ("round", "policy_version", "layers", "absmax", "tokens", "contributors"):
+    for name in (
+        "round", "policy_version", "layers", "absmax", "tokens", "contributors", "range_method",
+        "budget", "asked",
+    ):  # fmt: skip
         assert getattr(back, name) == getattr(calibration, name)
     assert (back.dropped, back.predicted_rise, back.alpha) == (
         calibration.dropped,
@@ -72,7 +78,7 @@ def test_anything_else_is_refused(calibration):
     broken: list[tuple[dict, str]] = [
         (tensors, "{}"),
         (tensors, "not json"),
-        (tensors, json.dumps({**record, "schema": 2})),
+        (tensors, json.dumps({**record, "schema": 1})),
         (tensors, json.dumps({**record, "layers": {"a": "int3"}})),
         (tensors, json.dumps({**record, "shift": {"a.q_proj": 17}})),
         ({k: t for k, t in tensors.items() if k != "stats.histogram"}, text),

@@ -24,6 +24,7 @@ from forge_ptq.runtime.own.provisioner import (
     forget_provisioner,
     get_proc_mesh,
     init_provisioner,
+    kill_local,
     pids,
 )
 from forge_ptq.runtime.own.replay_buffer import ReplayBuffer
@@ -92,6 +93,7 @@ __all__ = [
     "get_or_create_metric_logger",
     "get_proc_mesh",
     "init_provisioner",
+    "kill_local",
     "pids",
     "record_metric",
     "run",

@@ -173,3 +173,12 @@ async def pids(handle: Any) -> list[int]:
     if isinstance(handle, ActorHandle):
         return list(handle.processes.pids)
     return list(handle.pids())
+
+
+async def kill_local(handle: Any) -> None:
+    """SIGKILL to the processes behind an actor handle or a service that run on this machine, for
+    one that hangs; a service then brings fresh ones."""
+    one = isinstance(handle, ActorHandle)
+    for actor in [handle] if one else [replica.actor for replica in handle.service.replicas]:
+        if isinstance(actor, ActorHandle):
+            actor.processes.kill()

@@ -90,6 +90,15 @@ async def pids(handle: Any) -> list[int]:
     return list(handle.pids())
 
 
+async def kill_local(handle: Any) -> None:
+    """SIGKILL to the processes behind an actor handle or a service that run on this machine, for
+    one that hangs; a service then brings fresh ones."""
+    one = isinstance(handle, ActorHandle)
+    for actor in [handle] if one else [replica.actor for replica in handle._service._replicas]:
+        if isinstance(actor, ActorHandle):
+            actor.processes.kill()
+
+
 async def shutdown() -> None:
     """torchforge's shutdown within a deadline, then the end of every process that is left."""
     if forge_provisioner._provisioner is None:
@@ -120,6 +129,7 @@ __all__ = [
     "get_or_create_metric_logger",
     "get_proc_mesh",
     "init_provisioner",
+    "kill_local",
     "pids",
     "record_metric",
     "run",
