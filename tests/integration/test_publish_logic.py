@@ -16,6 +16,7 @@ from forge_ptq import runtime, store
 from forge_ptq.artifact import ArtifactRef
 from forge_ptq.config import PlanConfig, PTQConfig
 from forge_ptq.numerics.drift import Drift
+from forge_ptq.services import candidate
 from forge_ptq.services.fleet import CalibrationError
 from forge_ptq.services.ptq import PTQ
 from tests.integration.publish_doubles import FakeFleet, Generators, episodes
@@ -27,7 +28,9 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 async def running_store():
     await runtime.init_provisioner()
     await store.initialize()
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(candidate, "GRACE_S", 0.0)  # these fleets have no rounds to wait for
+        yield
     await store.shutdown()
     await runtime.shutdown()
 
