@@ -25,7 +25,10 @@ from forge_ptq.runtime.own.death import ProcessId
 from forge_ptq.services.coordinator import Coordinator
 from forge_ptq.services.fleet import CalibrationError, FleetError, QuantizerFleet
 from forge_ptq.services.merger import StatsMerger
+from forge_ptq.services.planning import choose_plan
+from forge_ptq.services.policy_batches import shortened
 from forge_ptq.services.policy_copy import PolicyCopy, build_model, make_batches
+from forge_ptq.services.work import Plan
 from tests.fault.calibration_actors import FaultyQuantizer
 from tests.integration.ptq_support import policy_state, random_rollouts, save_policy
 from tests.integration.runtime_support import eventually
@@ -45,7 +48,7 @@ class World:
     def __init__(self, mixed: QuantizerFleet, plain: QuantizerFleet, faults: Path, model: str):
         self.mixed, self.plain = mixed, plain
         self.faults = faults
-        self.policy = PolicyCopy(build_model(model), QuantPlan.from_config("int8_static", {}))
+        self.policy = PolicyCopy(build_model(model), QuantPlan.from_config(**PLAN))
 
     def expected(self, shift: Any = None, rollouts: Any = ROLLOUTS) -> Any:
         """What one process measures."""
@@ -223,6 +226,36 @@ async def test_tensor_parallel_replicas_contribute_slices(world):
     artifact = await store.get_artifact(await world.mixed.quantize(VERSION))
     expected, _, _ = world.policy.quantize(calibration.layers, calibration)
     assert all(torch.equal(artifact.tensors[name], tensor) for name, tensor in expected.items())
+
+
+async def test_a_tensor_parallel_replica_searches_the_plan_of_one_process(world):
+    cfg, crew = config(False), world.mixed.crew
+    rollouts = shortened(random_rollouts(4, seed=1), cfg.plan.response_tokens)
+
+    def single(budget: float, stats: Any) -> Any:
+        work = Plan(
+            version=VERSION, round=1, pass_=1, shift={}, method=cfg.calibration.range,
+            percentile=cfg.calibration.percentile, auto=True, budget=budget, max_evaluations=5,
+            rollouts=rollouts,
+        )  # fmt: skip
+        return choose_plan(world.policy, work, stats, lambda done: None)
+
+    cheapest = single(1e9, world.expected())
+    cfg.plan.mode, cfg.plan.max_evaluations = "auto", 5
+    cfg.plan.budget = cheapest.predicted_rise / 2
+    fleet = await QuantizerFleet.launch(
+        cfg, crew.quantizers[1], world.mixed.merger, crew.coordinator
+    )
+    fleet.calibration = None  # it would be tried first
+    calibration = await fleet.calibrate(VERSION, ROLLOUTS, rollouts)
+    assert not any(kind == "plan" and r.outcome.takeovers for kind, r in fleet.reports)
+    expected = single(cfg.plan.budget, calibration.stats)
+    assert expected.layers != cheapest.layers
+    assert calibration.layers == expected.layers
+    assert calibration.predicted_rise == pytest.approx(expected.predicted_rise, rel=0.02)
+    artifact = await store.get_artifact(await fleet.quantize(VERSION))
+    assert artifact.manifest.layers == expected.layers
+    await fleet.close()
 
 
 async def test_some_shares_without_rollouts(world):

@@ -222,6 +222,22 @@ def test_tied_weights_may_come_under_either_name(checkpoint):
     both = {**weights, "lm_head.weight": table, "model.embed_tokens.weight": table + 1}
     with pytest.raises(ValueError, match="tied"):
         copy.load(3, both)
+    assert copy.version == 2
+    assert torch.equal(copy.model.lm_head.weight, table)
+
+
+def test_a_version_that_does_not_fit_is_refused_before_it_is_fetched(checkpoint):
+    copy = fresh(checkpoint)
+    assert copy.intake.slices(2, copy.shapes) == {}  # all of it is whole here
+    assert copy.intake.slices(2, {**copy.shapes, "lm_head.weight": (64, 32)}) == {}
+    missing = {name: shape for name, shape in copy.shapes.items() if name != "model.norm.weight"}
+    for shapes, message in (
+        (missing, r"policy version 2: model\.norm\.weight is missing \(1 tensors are\)"),
+        ({**missing, "model.norm.weight": (3,)}, r"model\.norm\.weight has shape \[3\], .*\[32\]"),
+        ({**copy.shapes, "model.other": (3,)}, r"model\.other: .*no such parameter"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            copy.intake.slices(2, shapes)
 
 
 def test_unknown_dtype(checkpoint):
