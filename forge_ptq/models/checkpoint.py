@@ -1,7 +1,9 @@
 """Hugging Face checkpoint folders: read, and write so that a reader never sees half of one.
 
-A folder is written beside its target and renamed into place as the last act. `complete.json` inside
-names what the folder was made from: a maker that finds its own fingerprint there has nothing to do.
+A folder is written beside its target and renamed into place as the last act. What a process that
+was killed left beside it is removed, or put back, by the next one that writes the same target.
+`complete.json` inside names what the folder was made from: a maker that finds its own fingerprint
+there has nothing to do.
 """
 
 from __future__ import annotations
@@ -10,7 +12,9 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
+import socket
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -52,27 +56,63 @@ def write_folder(
     """Calls `fill(temporary folder)`, adds the marker with `info`, renames it to `target`.
 
     A `target` made by this function (or empty) is replaced; anything else is not ours to delete:
-    FileExistsError before any work. A crash leaves at most a `.partial-*` folder beside it.
+    FileExistsError before any work. Through a symbolic link the folder it points to is written.
+    A process that is killed leaves at most a `.partial-*` folder beside it, see ``_tidy``.
     """
-    target = Path(target)
-    require_replaceable(target)
+    asked, target = Path(target), Path(target)
+    if target.is_symlink():
+        target = target.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.parent / f".partial-{target.name}-{uuid.uuid4().hex[:8]}"
+    _tidy(target)
+    require_replaceable(target)
+    partial, old = _beside(target, "partial"), _beside(target, "old")
     partial.mkdir()
     try:
         fill(partial)
         (partial / COMPLETE).write_text(json.dumps(dict(info), indent=2, sort_keys=True) + "\n")
         _sync(partial)
         if target.exists():
-            old = target.parent / f".old-{target.name}-{uuid.uuid4().hex[:8]}"
             target.rename(old)
-            partial.rename(target)
-            shutil.rmtree(old)
-        else:
-            partial.rename(target)
+        partial.rename(target)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return target
+        if old.exists() and not target.exists():  # stopped between the two renames
+            old.rename(target)
+        for leftover in (partial, old):
+            shutil.rmtree(leftover, ignore_errors=True)
+    return asked
+
+
+def _beside(target: Path, kind: str) -> Path:
+    """A new name beside `target` that says which process it belongs to."""
+    owner = f"{uuid.uuid4().hex[:8]}-{os.getpid()}@{socket.gethostname()}"
+    return target.parent / f".{kind}-{target.name}-{owner}"
+
+
+def _tidy(target: Path) -> None:
+    """Undo what processes of this host that are dead left beside `target`."""
+    for kind in ("old", "partial"):
+        prefix = f".{kind}-{target.name}-"
+        for path in sorted(target.parent.iterdir()):
+            if not path.name.startswith(prefix) or not _orphaned(path.name.removeprefix(prefix)):
+                continue
+            if kind == "old" and not target.exists():
+                path.rename(target)
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _orphaned(owner: str) -> bool:
+    """Whether the process that made this name, see ``_beside``, was of this host and is dead."""
+    match = re.fullmatch(r"[0-9a-f]{8}-(\d+)@(.+)", owner)
+    if match is None or match[2] != socket.gethostname():
+        return False
+    try:
+        os.kill(int(match[1]), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:  # it lives, and is somebody else's
+        return False
+    return False
 
 
 def require_replaceable(target: str | Path) -> None:
@@ -96,7 +136,10 @@ def _sync(folder: Path) -> None:
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """config.json of a checkpoint folder. FileNotFoundError says how to get one."""
+    """config.json of a checkpoint folder.
+
+    FileNotFoundError says how to get one, ValueError names a file that is not a JSON object.
+    """
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise FileNotFoundError(
@@ -104,7 +147,13 @@ def read_config(folder: str | Path) -> dict[str, Any]:
             "policy with `python -m apps.sft.main --config configs/sft_tiny_cpu.yaml`, SmolLM2 "
             "with `python -m forge_ptq.models.smollm2 --out models/smollm2_135m`."
         )
-    return json.loads(path.read_text())
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: expected an object, got {type(config).__name__}")
+    return config
 
 
 def iter_tensors(folder: str | Path) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,6 +1,8 @@
 """The tiny policy's tokenizer and configuration, and checkpoint folders."""
 
+import os
 import random
+import socket
 import string
 from pathlib import Path
 
@@ -81,6 +83,53 @@ def test_unfinished_folder_never_takes_the_name(tmp_path):
     checkpoint.write_folder(target, lambda f: (f / "x").write_text("2"), {"fingerprint": "b"})
     assert checkpoint.is_current(target, "b")
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def test_leftovers_of_dead_processes_are_undone(tmp_path: Path) -> None:
+    """A folder moved aside comes back; unfinished ones go, but not those of living processes."""
+    host, nobody = socket.gethostname(), 2**22 + 1  # above the largest process id of Linux
+
+    def leave(name: str) -> None:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "complete.json").write_text('{"fingerprint": "old"}')
+
+    def crash(_: Path) -> None:
+        raise RuntimeError("full")
+
+    alive = f".partial-model-0123abcd-{os.getppid()}@{host}"
+    elsewhere = f".partial-model-0123abcd-{nobody}@{host}-2"
+    other = f".partial-model-2-0123abcd-{nobody}@{host}"
+    for name in (alive, elsewhere, other):
+        leave(name)
+    leave(f".old-model-0123abcd-{nobody}@{host}")
+    leave(f".partial-model-0123abcd-{nobody}@{host}")
+    with pytest.raises(RuntimeError, match="full"):
+        checkpoint.write_folder(tmp_path / "model", crash, {})
+    assert {path.name for path in tmp_path.iterdir()} == {alive, elsewhere, other, "model"}
+    assert checkpoint.is_current(tmp_path / "model", "old")
+    leave(f".old-model-0123abcd-{nobody}@{host}")
+    checkpoint.write_folder(tmp_path / "model", lambda _: None, {"fingerprint": "new"})
+    assert {path.name for path in tmp_path.iterdir()} == {alive, elsewhere, other, "model"}
+    assert checkpoint.is_current(tmp_path / "model", "new")
+
+
+def test_a_stop_between_the_renames_keeps_the_old_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "model"
+    checkpoint.write_folder(target, lambda _: None, {"fingerprint": "a"})
+    rename = Path.rename
+
+    def stop(path: Path, to: Path) -> Path:
+        if path.name.startswith(".partial"):
+            raise KeyboardInterrupt
+        return rename(path, to)
+
+    monkeypatch.setattr(Path, "rename", stop)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.write_folder(target, lambda _: None, {"fingerprint": "b"})
+    assert checkpoint.is_current(target, "a")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_tensors_come_back(tmp_path):
