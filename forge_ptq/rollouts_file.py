@@ -8,6 +8,7 @@ prompt_ids and token_ids (of the response) are required, everything else is opti
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -65,7 +66,13 @@ def _parse(line: str, vocab_size: int, max_tokens: int) -> Rollout:
     reward = record.get("reward", 0.0)
     if isinstance(reward, bool) or not isinstance(reward, int | float):
         raise ValueError(f"reward is {reward!r}, expected a number")
-    return Rollout(prompt + response, len(prompt), float(reward), 0, prompt_digest(prompt))
+    try:
+        reward = float(reward)
+    except OverflowError as error:
+        raise ValueError("reward is too large for a float") from error
+    if not math.isfinite(reward):
+        raise ValueError(f"reward is {reward!r}, expected a finite number")
+    return Rollout(prompt + response, len(prompt), reward, 0, prompt_digest(prompt))
 
 
 def _ids(record: dict[str, Any], key: str, vocab_size: int) -> list[int]:

@@ -43,6 +43,9 @@ BAD: list[tuple[Any, str]] = [
     ({**GOOD, "prompt_ids": [-1]}, "prompt_ids holds token -1"),
     ({**GOOD, "token_ids": [1] * 7}, "prompt and response have 9 tokens, the model takes 8"),
     ({**GOOD, "reward": "high"}, "reward is 'high'"),
+    ({**GOOD, "reward": float("nan")}, "reward is nan, expected a finite number"),
+    ({**GOOD, "reward": float("-inf")}, "reward is -inf"),
+    ({**GOOD, "reward": 10**400}, "reward is too large"),
 ]
 
 
