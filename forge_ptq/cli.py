@@ -7,11 +7,12 @@ import sys
 from collections.abc import Sequence
 
 from forge_ptq.commands import inspect, quantize
+from forge_ptq.commands.interrupts import Interrupted, interruptible
 from forge_ptq.config import ConfigError, load_config, to_yaml
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 1 failed, 2 bad configuration or arguments."""
+    """Exit code: 0 done, 1 failed, 2 bad configuration or arguments, 130 Ctrl-C, 143 SIGTERM."""
     parser = argparse.ArgumentParser(prog="forge-ptq", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -38,7 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     inspect.add(commands)
 
     arguments = parser.parse_args(argv)
-    return arguments.run(arguments)
+    try:
+        with interruptible():
+            return arguments.run(arguments)
+    except Interrupted as interrupted:
+        print(f"{interrupted}; unfinished files were removed", file=sys.stderr)
+        return interrupted.exit_code
 
 
 def _check_config(arguments: argparse.Namespace) -> int:

@@ -31,12 +31,15 @@ import torch
 
 from forge_ptq.artifact import MANIFEST_FILE, ArtifactError, QuantizedArtifact
 from forge_ptq.manifest import Manifest
-from forge_ptq.models.checkpoint import copy_assets, iter_tensors, read_config
+from forge_ptq.models.checkpoint import COMPLETE, copy_assets, iter_tensors, marker, read_config
 from forge_ptq.numerics.plan import group_of, never_quantized
 from forge_ptq.numerics.schemes import PART_DTYPES
 
 SHARD_BYTES = 5 * 10**9
 """Checkpoints beyond this size are split into several files, as Hugging Face does."""
+
+FORMATS = frozenset({"int-quantized", "naive-quantized"})
+"""Names of the one way to store weights that is read: plain int8 with a scale beside them."""
 
 GROUPS = {"int8_static": "group_0", "int8_dynamic": "group_1"}
 
@@ -113,9 +116,10 @@ def save_compressed(
 def load_compressed(directory: str | os.PathLike[str]) -> QuantizedArtifact:
     """Read and verify a checkpoint.
 
-    With a manifest.json the artifact is the one that was saved, hashes included. Without one it
-    gets a new manifest of policy version 0; scales are widened to fp32 if they came narrower.
-    ArtifactError says what does not fit together or is not one of our schemes.
+    With a manifest.json the artifact is the one that was saved, hashes included. Without one
+    no hash is verified: it gets a new manifest of policy version 0; scales are widened to fp32 if
+    they came narrower. A folder that was made here, as its complete.json says, must have its
+    manifest. ArtifactError says what does not fit together or is not one of our schemes.
     """
     from safetensors import SafetensorError
 
@@ -124,7 +128,10 @@ def load_compressed(directory: str | os.PathLike[str]) -> QuantizedArtifact:
         tensors = dict(iter_tensors(path))
     except (OSError, SafetensorError) as error:
         raise ArtifactError(f"{path}: its tensors cannot be read: {error}") from error
-    config = read_config(path)
+    try:
+        config = read_config(path)
+    except ValueError as error:
+        raise ArtifactError(str(error)) from error
     linears = [
         name.removesuffix(".weight")
         for name, tensor in tensors.items()
@@ -133,6 +140,7 @@ def load_compressed(directory: str | os.PathLike[str]) -> QuantizedArtifact:
     linears = [name for name in linears if not never_quantized(name)]
     layers = configured_schemes(config.get("quantization_config"), linears)
     file = path / MANIFEST_FILE
+    _check_manifest_is_there(path)
     if file.is_file():
         manifest = Manifest.from_json(file.read_text(encoding="utf-8"))
         _check_same_plan(manifest.layers, layers)
@@ -147,6 +155,20 @@ def load_compressed(directory: str | os.PathLike[str]) -> QuantizedArtifact:
     artifact.verify()
     check_fused(artifact)
     return artifact
+
+
+def _check_manifest_is_there(path: Path) -> None:
+    """Raise ArtifactError where our marker says that a manifest belongs there."""
+    if (path / MANIFEST_FILE).is_file() or not (path / COMPLETE).is_file():
+        return
+    made = marker(path)
+    if made is None:
+        raise ArtifactError(f"{path / COMPLETE} is damaged and there is no {MANIFEST_FILE}")
+    if "artifact_id" in made:
+        raise ArtifactError(
+            f"{path} has no {MANIFEST_FILE}, but {COMPLETE} says that it holds artifact "
+            f"{made['artifact_id']}: it is not complete, its tensors cannot be verified"
+        )
 
 
 def configured_schemes(config: Mapping[str, Any] | None, linears: list[str]) -> dict[str, str]:
@@ -168,6 +190,12 @@ def configured_schemes(config: Mapping[str, Any] | None, linears: list[str]) -> 
         raise ArtifactError(f"quantization_config: {error}") from error
     schemes: dict[str, str] = {}
     for group, settings in parsed.config_groups.items():
+        stored = settings.format or parsed.format
+        if stored not in FORMATS:
+            raise ArtifactError(
+                f"quantization_config.config_groups.{group}: its format is {stored!r}, expected "
+                f"{' or '.join(sorted(FORMATS))}"
+            )
         scheme = _scheme_of(group, settings)
         schemes |= dict.fromkeys(settings.targets, scheme)
     with torch.device("meta"):

@@ -55,6 +55,8 @@ class Summary:
     form: str
     """artifact or compressed-tensors."""
     rows: tuple[Row, ...]
+    verified: bool = True
+    """False where it came without a manifest, so that there were no hashes to compare with."""
 
     @property
     def shares(self) -> dict[str, float]:
@@ -74,28 +76,30 @@ class Summary:
         )
 
 
-def load(directory: Path) -> tuple[QuantizedArtifact, str]:
-    """(verified artifact, form) of either kind of directory; ArtifactError or OSError."""
+def load(directory: Path) -> Summary:
+    """The contents of either kind of directory; ArtifactError or OSError."""
     if not directory.is_dir():
         raise ArtifactError(f"{directory} is not a directory")
     if (directory / TENSORS_FILE).is_file():
-        return QuantizedArtifact.load(directory), "artifact"
+        return summarize(QuantizedArtifact.load(directory))
     if (directory / "config.json").is_file():
-        return load_compressed(directory), "compressed-tensors"
+        verified = (directory / MANIFEST_FILE).is_file()
+        return summarize(load_compressed(directory), "compressed-tensors", verified=verified)
     raise ArtifactError(
         f"{directory} has neither {MANIFEST_FILE} and {TENSORS_FILE} nor config.json: not an "
         "artifact and not a checkpoint"
     )
 
 
-def summarize(artifact: QuantizedArtifact, form: str = "artifact") -> Summary:
+def summarize(
+    artifact: QuantizedArtifact, form: str = "artifact", *, verified: bool = True
+) -> Summary:
     """Rows in the order in which classes and schemes first occur in the model."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name, scheme in artifact.manifest.layers.items():
         groups.setdefault((name.rpartition(".")[2], scheme), []).append(name)
-    return Summary(
-        artifact, form, tuple(_row(artifact, *key, names) for key, names in groups.items())
-    )
+    rows = tuple(_row(artifact, *key, names) for key, names in groups.items())
+    return Summary(artifact, form, rows, verified)
 
 
 def _row(artifact: QuantizedArtifact, kind: str, scheme: str, names: list[str]) -> Row:

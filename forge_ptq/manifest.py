@@ -70,7 +70,8 @@ class CalibrationRecord:
     policy_version: int
     """Of the weights that ran in the calibration; the artifact's own may be newer."""
     tokens: int
-    """Positions that were counted, over all contributors."""
+    """Positions that were counted, over all contributors. 0: no layer needed a calibration, the
+    record is there for what was measured."""
     contributors: tuple[str, ...] = ()
     """Replicas whose statistics went in."""
     dropped: tuple[str, ...] = ()

@@ -31,10 +31,15 @@ if TYPE_CHECKING:
     Shift = dict[str, torch.Tensor]
     Stats = dict[str, ActivationStats]
 
-__all__ = ["Inputs", "Job", "JobError", "Measured", "Result", "check", "quantize"]
+__all__ = ["Inputs", "Job", "JobError", "Measured", "Result", "WriteError", "check", "quantize"]
 
 PLAN_RESPONSE_TOKENS = 32
 """First tokens of each response that plans are measured on: many rollouts beat long ones."""
+
+
+class WriteError(OSError):
+    """The result could not be written; the message says where and why."""
+
 
 Report = Callable[[str, int, int], None]
 """Called with (stage, done, total) as the work goes on."""
@@ -71,7 +76,8 @@ class Result:
 def quantize(job: Job, inputs: Inputs, report: Report = lambda *_: None) -> Result:
     """Do it. The folder appears at once and complete, or not at all.
 
-    Raises QuantizationError for weights or activations that are not finite, and OSError.
+    Raises QuantizationError for weights or activations that are not finite, OSError, and WriteError
+    where the folder cannot be written, with nothing left behind.
     """
     from forge_ptq.services.policy_copy import PolicyCopy, build_model
 
@@ -92,7 +98,7 @@ def quantize(job: Job, inputs: Inputs, report: Report = lambda *_: None) -> Resu
         asked=layers,
         notes=notes,
         tensors=tensors,
-        calibration=None if calibration is None else _record(job, calibration, measured),
+        calibration=_record(job, calibration, measured),
     )
     folder = _write(job, artifact, report)
     return Result(folder, artifact.manifest, measured)
@@ -188,7 +194,14 @@ def _measure(
     return Measured(result.perplexity_rise, result.ci, tokens)
 
 
-def _record(job: Job, calibration: Calibration, measured: Measured | None) -> CalibrationRecord:
+def _record(
+    job: Job, calibration: Calibration | None, measured: Measured | None
+) -> CalibrationRecord | None:
+    """Without a calibration one of 0 tokens that keeps the measured rise; None without either."""
+    if calibration is None:
+        if measured is None:
+            return None
+        return CalibrationRecord(0, job.version, tokens=0, measured_rise=measured.rise)
     return CalibrationRecord(
         round=calibration.round,
         policy_version=calibration.policy_version,
@@ -204,11 +217,18 @@ def _record(job: Job, calibration: Calibration, measured: Measured | None) -> Ca
 
 
 def _write(job: Job, artifact: QuantizedArtifact, report: Report) -> Path:
+    from safetensors import SafetensorError
+
     from forge_ptq.compressed import save_compressed
 
     report("write", 0, 1)
     artifact_id = artifact.manifest.artifact_id
     info = {"fingerprint": fingerprint({"artifact_id": artifact_id}), "artifact_id": artifact_id}
-    folder = write_folder(job.out, lambda path: save_compressed(artifact, job.model, path), info)
+    try:
+        folder = write_folder(
+            job.out, lambda path: save_compressed(artifact, job.model, path), info
+        )
+    except (OSError, SafetensorError) as error:
+        raise WriteError(f"--out: {job.out} could not be written: {error}") from error
     report("write", 1, 1)
     return folder

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from forge_ptq.models.checkpoint import COMPLETE, read_config, require_replaceable
-from forge_ptq.numerics.plan import QuantPlan
+from forge_ptq.models.headers import tensor_shapes
+from forge_ptq.numerics.plan import MODEL_TYPES, QuantPlan
 from forge_ptq.rollouts_file import read_rollouts, split
 from forge_ptq.services.sampler import Rollout
 
@@ -63,6 +66,7 @@ class Inputs:
     calibration: list[Rollout]
     plan: list[Rollout]
     held_out: list[Rollout]
+    """Empty with fewer than four prompts."""
 
 
 def check(job: Job) -> Inputs:
@@ -81,7 +85,7 @@ def check(job: Job) -> Inputs:
         raise JobError(f"--model: no *.safetensors file in {job.model}")
     _check_numbers(job)
     _check_out(job, sum(file.stat().st_size for file in files))
-    _check_plan(job)
+    _check_model(job, config)
     text = {**config, **config.get("text_config", {})}
     if not isinstance(text.get("vocab_size"), int):
         raise JobError(f"--model: {job.model}/config.json has no vocab_size")
@@ -109,12 +113,19 @@ def _check_numbers(job: Job) -> None:
         "--policy-version": (job.version, -1, 1e10 - 1),
     }
     for option, (value, low, high) in bounds.items():
-        if value is not None and not low < value <= high:
-            raise JobError(f"{option}: got {value}, expected more than {low:g}, at most {high:g}")
+        if value is None or (math.isfinite(value) and low < value <= high):
+            continue
+        most = f", at most {high:g}" if math.isfinite(high) else " and finite"
+        raise JobError(f"{option}: got {value}, expected more than {low:g}{most}")
+    if job.alpha is not None and not job.smoothing:
+        raise JobError("--alpha: contradicts --no-smoothing, it is the strength of the smoothing")
 
 
 def _check_out(job: Job, wanted: int) -> None:
-    out = job.out.resolve()
+    try:
+        out = job.out.resolve()
+    except (OSError, RuntimeError) as error:  # links in a circle
+        raise JobError(f"--out: {error}") from error
     if out == job.model.resolve() or out in job.model.resolve().parents:
         raise JobError(f"--out: {job.out} is or holds the model itself")
     if job.out.exists():
@@ -127,9 +138,13 @@ def _check_out(job: Job, wanted: int) -> None:
             require_replaceable(job.out)
         except FileExistsError as error:
             raise JobError(f"--out: {error}") from error
+        if os.path.ismount(out):
+            raise JobError(f"--out: {job.out} is a mount point, expected a folder below it")
     parent = out.parent
     while not parent.exists():
         parent = parent.parent
+    if not parent.is_dir():
+        raise JobError(f"--out: {parent} is a file")
     if not os.access(parent, os.W_OK):
         raise JobError(f"--out: {parent} is not writable")
     free = shutil.disk_usage(parent).free
@@ -140,15 +155,26 @@ def _check_out(job: Job, wanted: int) -> None:
         )
 
 
-def _check_plan(job: Job) -> None:
-    """The plan against the model's layers, on a model without memory."""
+def _check_model(job: Job, config: Mapping[str, Any]) -> None:
+    """Architecture, names and shapes of the tensors, and the plan, on a model without memory."""
     import torch
     from torch import nn
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from forge_ptq.services.policy_load import Intake
+
+    kind = config.get("model_type")
+    if kind not in MODEL_TYPES:
+        name = (config.get("architectures") or ["its architecture"])[0]
+        raise JobError(
+            f"--model: {name} (model_type {kind!r}) is not supported, expected one of "
+            f"{', '.join(sorted(MODEL_TYPES))}"
+        )
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(str(job.model)))
-    except (OSError, ValueError, KeyError) as error:
-        raise JobError(f"--model: {error}") from error
+        Intake(model).slices(job.version, tensor_shapes(job.model))
+    except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:
+        what = str(error).removeprefix(f"policy version {job.version}: ")
+        raise JobError(f"--model: {what}") from error
     job.plan.resolve(n for n, m in model.named_modules() if isinstance(m, nn.Linear))

@@ -19,7 +19,8 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "inspect",
         help="show plan, scales and sizes of a quantized checkpoint or artifact",
-        description="Verifies every tensor against its hash, then shows what is in there.",
+        description="Verifies every tensor against its hash, where there is a manifest with "
+        "hashes, then shows what is in there.",
     )
     parser.add_argument("directory", type=Path, metavar="DIR")
     parser.add_argument("--layers", action="store_true", help="one line per layer")
@@ -31,14 +32,14 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from forge_ptq.artifact import ArtifactError
-    from forge_ptq.inspection import load, summarize
+    from forge_ptq.inspection import load
 
     try:
-        artifact, form = load(arguments.directory)
+        summary = load(arguments.directory)
     except (ArtifactError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
-    show(summarize(artifact, form), Console(), layers=arguments.layers)
+    show(summary, Console(), layers=arguments.layers)
     return 0
 
 
@@ -46,20 +47,28 @@ def show(summary: Summary, console: Console, *, layers: bool = False) -> None:
     """Print a summary."""
     manifest = summary.artifact.manifest
     smaller = summary.full_nbytes / manifest.nbytes
+    origin = f", policy version {manifest.policy_version}, artifact {manifest.artifact_id}"
     console.print(
-        f"[bold]{manifest.model}[/] as {summary.form}, policy version {manifest.policy_version}, "
-        f"artifact {manifest.artifact_id}",
+        f"[bold]{manifest.model}[/] as {summary.form}{origin if summary.verified else ''}",
         highlight=False,
     )
+    if not summary.verified:
+        console.print(
+            "[yellow]no manifest: nothing was verified against hashes[/]; names, shapes and dtypes "
+            "fit together",
+            highlight=False,
+        )
+    hashes = ", every hash verified" if summary.verified else ""
     console.print(
-        f"{_bytes(manifest.nbytes)} in {len(manifest.tensors)} tensors, every hash verified; "
+        f"{_bytes(manifest.nbytes)} in {len(manifest.tensors)} tensors{hashes}; "
         f"{smaller:.2f} times smaller than in bf16",
         highlight=False,
     )
     console.print(_classes(summary))
     shares = ", ".join(f"{scheme} {share:.1%}" for scheme, share in summary.shares.items())
     console.print(f"share of linear FLOPs: {shares} (lm_head not counted)", highlight=False)
-    for line in _calibration(manifest.calibration):
+    known = _calibration(manifest.calibration) if summary.verified else []
+    for line in known or ["calibration unknown: there is no manifest"]:
         console.print(line, highlight=False)
     if layers:
         console.print(_layers(summary))
@@ -73,9 +82,11 @@ def _classes(summary: Summary) -> Any:
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("class")
-    table.add_column("scheme")
-    for column in ("layers", "FLOPs", "size", "weight scales", "input scales"):
+    for column in ("class", "scheme"):  # in a narrow terminal the scales are wrapped, names are not
+        table.add_column(column, no_wrap=True)
+    for column in ("layers", "FLOPs", "size"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for column in ("weight scales", "input scales"):
         table.add_column(column, justify="right")
     total = sum(row.weights for row in summary.rows) or 1
     for row in summary.rows:
@@ -96,8 +107,10 @@ def _layers(summary: Summary) -> Any:
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD)
-    for column in ("layer", "scheme", "input scale", "note"):
-        table.add_column(column, justify="right" if column == "input scale" else "left")
+    table.add_column("layer", overflow="fold")
+    table.add_column("scheme", no_wrap=True)
+    table.add_column("input scale", justify="right")
+    table.add_column("note")
     artifact = summary.artifact
     differences = _differences(artifact.manifest)
     for name, scheme in artifact.manifest.layers.items():
@@ -118,8 +131,9 @@ def _differences(manifest: Manifest) -> dict[str, str]:
 
 
 def _calibration(record: CalibrationRecord | None) -> list[str]:
-    if record is None:
-        return ["no calibration: nothing in here depends on measured inputs"]
+    if record is None or not record.tokens:
+        lines = ["no calibration: nothing in here depends on measured inputs"]
+        return lines if record is None else lines + _rises(record)
     people = ", ".join(record.contributors) or "unknown"
     lines = [
         f"calibration round {record.round} on policy version {record.policy_version}: "
@@ -133,15 +147,17 @@ def _calibration(record: CalibrationRecord | None) -> list[str]:
             f"smoothed inputs: {len(values)}, alpha {values[0]:g} to {values[-1]:g}, "
             f"median {values[len(values) // 2]:g}"
         )
+    return lines + _rises(record)
+
+
+def _rises(record: CalibrationRecord) -> list[str]:
     rises = {
         "budget": record.budget,
         "of the plan": record.predicted_rise,
         "on held-out rollouts": record.measured_rise,
     }
     known = [f"{name} {value:+.2%}" for name, value in rises.items() if value is not None]
-    if known:
-        lines.append(f"perplexity rise: {', '.join(known)}")
-    return lines
+    return [f"perplexity rise: {', '.join(known)}"] if known else []
 
 
 def _inputs(scheme: str) -> str:

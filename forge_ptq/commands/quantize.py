@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from forge_ptq.artifact import ArtifactError
     from forge_ptq.commands.inspect import show
-    from forge_ptq.inspection import load, summarize
+    from forge_ptq.inspection import load
     from forge_ptq.numerics.plan import PlanError
     from forge_ptq.numerics.schemes import QuantizationError
     from forge_ptq.offline import JobError, check, quantize
@@ -118,14 +118,20 @@ def run(arguments: argparse.Namespace) -> int:
         f"rollouts: {counts[0]} calibrate, {counts[1]} decide the plan, {counts[2]} held out",
         highlight=False,
     )
+    if not inputs.held_out:
+        console.print(
+            "[yellow]warning: fewer than four prompts, so none is held out and no perplexity rise "
+            "is measured[/]",
+            highlight=False,
+        )
     try:
         with progress(console) as report:
             result = quantize(job, inputs, report)
-        artifact, form = load(result.folder)
+        summary = load(result.folder)
     except (QuantizationError, ArtifactError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
-    show(summarize(artifact, form), console)
+    show(summary, console)
     if not result.within_budget:
         console.print("[yellow]no plan stays within the budget; this is the best one found[/]")
     if result.measured is not None:
