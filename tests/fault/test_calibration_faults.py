@@ -18,7 +18,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from forge_ptq import runtime, store, store_stats
+from forge_ptq import runtime, store, store_io, store_stats
 from forge_ptq.config import PTQConfig
 from forge_ptq.numerics.plan import QuantPlan
 from forge_ptq.runtime.own.death import ProcessId
@@ -35,7 +35,7 @@ from tests.integration.runtime_support import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-PLAN = {"default": "int8_static", "overrides": {"*.down_proj": "int8_dynamic"}}
+PLAN: dict[str, Any] = {"default": "int8_static", "overrides": {"*.down_proj": "int8_dynamic"}}
 BATCH_TOKENS = 64
 DEADLINE_S = 60.0
 VERSION, BROKEN_VERSION = 1, 2
@@ -215,7 +215,7 @@ async def test_a_plan_is_searched_and_overrides_stay(world):
     ref = await fleet.quantize(VERSION)
     record = (await store.get_manifest(ref)).calibration
     assert record is not None
-    assert (record.budget, record.predicted_rise) == (None, calibration.predicted_rise)
+    assert (record.budget, record.predicted_rise) == (10.0, calibration.predicted_rise)
 
 
 async def test_tensor_parallel_replicas_contribute_slices(world):
@@ -292,7 +292,8 @@ async def test_a_replica_that_hangs_is_replaced(world):
 async def test_a_replica_that_dies(world, fault):
     calibration = await world.calibrate(fault)
     _, victim = world.victim(fault)
-    assert any(line.startswith(victim) and "lost" in line for line in calibration.dropped)
+    # Lost; or told as an error by rank 0, if its group noticed the death before the runtime did.
+    assert any(line.startswith(victim) for line in calibration.dropped)
     assert calibration.contributors
     assert_close(calibration.stats, world.expected())
 
@@ -310,6 +311,26 @@ async def test_broken_weights_are_not_survived_and_the_last_calibration_stays(wo
     )
     assert relaunched.calibration is not None
     assert relaunched.calibration.round == live.round
+
+
+async def test_a_merger_that_hangs_is_replaced(world):
+    merger, limits = world.mixed.merger, world.mixed.cfg.merge
+    stopped = await runtime.pids(merger)
+    os.kill(stopped[1], signal.SIGSTOP)
+    limits.deadline_s = 10.0
+    try:
+        with pytest.raises(CalibrationError, match="no answer to merge"):
+            await world.mixed.calibrate(VERSION, ROLLOUTS)
+    finally:
+        limits.deadline_s = DEADLINE_S
+
+    async def fresh() -> bool:
+        pids = await runtime.pids(merger)
+        return len(pids) == len(stopped) and not set(pids) & set(stopped)
+
+    await eventually(fresh, 60)
+    assert_close((await world.calibrate()).stats, world.expected())
+    assert await store_io.keys("ptq_stats") == []
 
 
 async def test_a_coordinator_that_died_is_replaced(world):
