@@ -173,8 +173,14 @@ def _check_model(job: Job, config: Mapping[str, Any]) -> None:
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(str(job.model)))
+    except Exception as error:  # of any kind: transformers computes with what the file says
+        raise JobError(
+            f"--model: transformers cannot make a model of {job.model}/config.json: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    try:
         Intake(model).slices(job.version, tensor_shapes(job.model))
-    except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:
+    except ValueError as error:
         what = str(error).removeprefix(f"policy version {job.version}: ")
         raise JobError(f"--model: {what}") from error
     job.plan.resolve(n for n, m in model.named_modules() if isinstance(m, nn.Linear))

@@ -87,7 +87,7 @@ def _classes(summary: Summary) -> Any:
     for column in ("layers", "FLOPs", "size"):
         table.add_column(column, justify="right", no_wrap=True)
     for column in ("weight scales", "input scales"):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", overflow="fold")
     total = sum(row.weights for row in summary.rows) or 1
     for row in summary.rows:
         table.add_row(

@@ -71,6 +71,8 @@ REFUSED: list[tuple[list[str], Callable[[Path], object] | None, str]] = [
     ([], tensors(lambda s: s.update({UP: s[UP][1:].clone()})), f"{UP} has shape \\[47, 32\\]"),
     ([], tensors(lambda s: s.update({UP: s[UP].char()})), f"{UP} is I8, expected full"),
     ([], setting(hidden_size=40), "--model: .* has shape"),
+    ([], setting(hidden_size="wide"), "--model: .*hidden_size"),
+    ([], setting(num_attention_heads=0), "--model: transformers cannot .*: ZeroDivision"),
     (
         [],
         setting(model_type="gpt2", architectures=["GPT2LMHeadModel"]),
