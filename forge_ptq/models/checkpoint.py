@@ -62,12 +62,13 @@ def write_folder(
     asked, target = Path(target), Path(target)
     if target.is_symlink():
         target = target.resolve()
+    made = [parent for parent in target.parents if not parent.exists()]  # the innermost first
     target.parent.mkdir(parents=True, exist_ok=True)
     _tidy(target)
     require_replaceable(target)
     partial, old = _beside(target, "partial"), _beside(target, "old")
-    partial.mkdir()
     try:
+        partial.mkdir()
         fill(partial)
         (partial / COMPLETE).write_text(json.dumps(dict(info), indent=2, sort_keys=True) + "\n")
         _sync(partial)
@@ -79,6 +80,10 @@ def write_folder(
             old.rename(target)
         for leftover in (partial, old):
             shutil.rmtree(leftover, ignore_errors=True)
+        if not target.exists():
+            with contextlib.suppress(OSError):  # somebody else has put something there
+                for parent in made:
+                    parent.rmdir()
     return asked
 
 

@@ -143,7 +143,7 @@ def test_a_disk_that_fills_up(
         raise error
 
     monkeypatch.setattr(compressed, "save_compressed", fill)
-    assert quantize(model, data, tmp_path / "out", "--no-smoothing") == 1
+    assert quantize(model, data, tmp_path / "new" / "out", "--no-smoothing") == 1
     assert "out could not be written: No space left" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
