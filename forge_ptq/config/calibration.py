@@ -110,7 +110,7 @@ class PlanConfig(Block):
     Layers that vLLM fuses (q/k/v, gate/up) must agree. Mode `auto` leaves these layers as they
     are here. lm_head is never quantized."""
 
-    budget: PositiveShare = 0.025
+    budget: PositiveShare = 0.02
     """For `auto`: perplexity rise that the plan may cost. Below the gate, which measures on other
     rollouts and later versions."""
 

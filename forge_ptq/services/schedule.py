@@ -6,7 +6,8 @@ that an unchanged weight keeps its int8 code.
         period               calibrate_every trainer steps have passed since the last one
         drift                a static layer's input had moved too far at the last publish
         refused              the gate refused the last candidate made with these scales
-        more rollouts        the last one was made while the pool was short
+        more rollouts        the last one was made while the pool was short, and now it is full or
+                             twice what it was
     calibrated(live, due)    it was made
     watch(drifts, live)      what the last reference forward says about the live scales
     refused()                what the gate said
@@ -29,6 +30,8 @@ from forge_ptq.services.replicas import PublishError
 from forge_ptq.services.sampler import Rollout, RolloutSampler
 
 MORE_ROLLOUTS = "more rollouts"
+GROWTH = 2.0
+"""Rollouts at hand over those of a calibration on a short pool, for another one to be worth it."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,8 @@ class Schedule:
         self._auto = cfg.plan.mode == "auto"
         self._drifted: str | None = None
         self._refused = False
-        self._short_round: int | None = None
+        self._short: tuple[int, float] | None = None
+        """(round, share of the rollouts wanted that it had) of a calibration on a short pool."""
 
     def due(self, version: int, live: Calibration | None) -> Due | None:
         """The calibration to make before version is quantized, or None.
@@ -82,8 +86,10 @@ class Schedule:
         if self._auto:
             parts.append(("plan", plan, self.cfg.plan.rollouts))
         short = [(name, len(have), want) for name, have, want in parts if len(have) < want]
-        if reason == MORE_ROLLOUTS and short:
-            return None
+        if reason == MORE_ROLLOUTS and self._short is not None:
+            enough = min(1.0, GROWTH * self._short[1])
+            if self._share(rollouts, plan) < enough:
+                return None
         for name, have, want in short:
             if have < (need := math.ceil(LEAST_SHARE * want)):
                 if live is not None:
@@ -104,14 +110,19 @@ class Schedule:
             return f"drift: {self._drifted}"
         if self._refused and settled:
             return "refused"
-        return MORE_ROLLOUTS if self._short_round == live.round else None
+        made_short = self._short is not None and self._short[0] == live.round
+        return MORE_ROLLOUTS if made_short else None
 
     def calibrated(self, live: Calibration, due: Due) -> None:
         """The calibration that was due was made."""
         self._drifted, self._refused = None, False
-        short = len(due.rollouts) < self.cfg.calibration.rollouts
-        short |= self._auto and len(due.plan_rollouts) < self.cfg.plan.rollouts
-        self._short_round = live.round if short else None
+        share = self._share(due.rollouts, due.plan_rollouts)
+        self._short = (live.round, share) if share < 1 else None
+
+    def _share(self, rollouts: list[Rollout], plan: list[Rollout]) -> float:
+        """The smaller of the shares that are at hand of what calibration and plan want."""
+        share = len(rollouts) / self.cfg.calibration.rollouts
+        return min(share, len(plan) / self.cfg.plan.rollouts) if self._auto else share
 
     def refused(self) -> None:
         """A candidate made with the live scales did not pass the gate."""

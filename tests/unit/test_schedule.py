@@ -129,6 +129,23 @@ def test_scales_made_on_few_rollouts_are_made_again_once_there_are_all() -> None
     assert reason(plan, 4, live(2, 3)) is None
 
 
+def test_a_short_pool_that_has_doubled_is_worth_another_calibration() -> None:
+    plan = schedule(offered=20)
+    due = plan.due(1, None)
+    assert due is not None
+    had = len(due.rollouts)
+    assert had < 20
+    plan.calibrated(live(), due)
+    offered = 20
+    while (again := plan.due(2, live())) is None:
+        assert len(plan.sampler.calibration(40)) < 2 * had
+        plan.sampler.offer(episodes(offered + 1, version=1)[offered:])
+        offered += 1
+    assert 2 * had == len(again.rollouts) < 40
+    plan.calibrated(live(2), again)
+    assert plan.due(3, live(2)) is None
+
+
 @pytest.mark.parametrize(
     "drift", [Drift(0.02, 0.01, 1.0), Drift(0.0, 0.5, 1.0), Drift(0.0, 0.01, 9.0)]
 )
