@@ -20,7 +20,7 @@ import math
 import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,6 +33,9 @@ from forge_ptq.tensor_specs import (
     tensor_bytes,
     torch_dtype,
 )
+
+if TYPE_CHECKING:
+    from forge_ptq.numerics.calibration import Calibration
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -86,6 +89,22 @@ class CalibrationRecord:
     """Perplexity rise that the planner measured for the chosen plan, simulated."""
     measured_rise: float | None = None
     """The same on rollouts that neither calibration nor planner saw; offline jobs measure it."""
+
+    @classmethod
+    def of(cls, calibration: Calibration, measured_rise: float | None = None) -> CalibrationRecord:
+        """What a manifest keeps of a calibration."""
+        return cls(
+            round=calibration.round,
+            policy_version=calibration.policy_version,
+            tokens=calibration.tokens,
+            contributors=calibration.contributors,
+            dropped=calibration.dropped,
+            range_method=calibration.range_method,
+            smoothing=dict(calibration.alpha),
+            budget=calibration.budget,
+            predicted_rise=calibration.predicted_rise,
+            measured_rise=measured_rise,
+        )
 
     def __post_init__(self) -> None:
         """A rise that is not finite is unknown: JSON has no number for it."""

@@ -142,6 +142,8 @@ def _calibrate(job: Job, policy: PolicyCopy, inputs: Inputs, report: Report) -> 
         contributors=("offline",),
         predicted_rise=planned.predicted_rise,
         alpha=alpha,
+        range_method=job.range,
+        budget=job.budget,
     )
 
 
@@ -202,18 +204,7 @@ def _record(
         if measured is None:
             return None
         return CalibrationRecord(0, job.version, tokens=0, measured_rise=measured.rise)
-    return CalibrationRecord(
-        round=calibration.round,
-        policy_version=calibration.policy_version,
-        tokens=calibration.tokens,
-        contributors=calibration.contributors,
-        dropped=calibration.dropped,
-        range_method=job.range,
-        smoothing=dict(calibration.alpha),
-        budget=job.budget,
-        predicted_rise=calibration.predicted_rise,
-        measured_rise=None if measured is None else measured.rise,
-    )
+    return CalibrationRecord.of(calibration, None if measured is None else measured.rise)
 
 
 def _write(job: Job, artifact: QuantizedArtifact, report: Report) -> Path:

@@ -237,17 +237,7 @@ def _record(calibration: Calibration | None, layers: Mapping[str, str]) -> Calib
         return None
     if "int8_static" not in layers.values() and not calibration.shift:
         return None
-    return CalibrationRecord(
-        round=calibration.round,
-        policy_version=calibration.policy_version,
-        tokens=calibration.tokens,
-        contributors=calibration.contributors,
-        dropped=calibration.dropped,
-        range_method=calibration.range_method,
-        smoothing=dict(calibration.alpha),
-        budget=calibration.budget,
-        predicted_rise=calibration.predicted_rise,
-    )
+    return CalibrationRecord.of(calibration)
 
 
 async def _forget(artifact_id: str) -> None:
