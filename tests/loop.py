@@ -48,7 +48,7 @@ class Run:
             "group_size=4", "local_batch_size=8", "max_res_tokens=8", "rollout_threads=2",
             "ptq.probe.sequences=6", "ptq.probe.min_sequences=2", "ptq.publish_every=1",
             "ptq.calibration.rollouts=8",
-            "ptq.sampler.probe_fraction=0.5", "debug.inject=null",
+            "ptq.sampler.probe_fraction=0.5", "debug.inject=[]",
             *overrides,
         ]  # fmt: skip
         self.started = time.monotonic()

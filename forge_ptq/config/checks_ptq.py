@@ -38,13 +38,47 @@ def check_publishing(config: RunConfig, problems: Problems) -> None:
             "rollouts are held out is left to chance"
         )
         problems.append(("ptq.probe.min_sequences", message))
-    if config.debug.inject is not None:
-        if not ptq.enabled:
-            problems.append(("debug.inject", "expected null while ptq.enabled is false"))
-        step, steps = config.debug.inject.step, config.trainer.training.steps
-        if step > steps or step % ptq.publish_every:
-            message = f"got {step}, expected a published step: a multiple of ptq.publish_every"
-            problems.append(("debug.inject.step", f"{message} up to {steps}"))
+    if probe.max_sequences < probe.sequences:
+        message = f"got {probe.max_sequences}, expected at least ptq.probe.sequences"
+        problems.append(("ptq.probe.max_sequences", f"{message} = {probe.sequences}"))
+    _guard(config, problems)
+    _inject(config, problems)
+
+
+def _guard(config: RunConfig, problems: Problems) -> None:
+    guard, ab, load = config.ptq.guard, config.ptq.ab, config.ptq.precision_by_load
+    rungs = guard.on_reject
+    if len(set(rungs)) != len(rungs) or "keep" in rungs[:-1]:
+        message = f"got {rungs}, expected each of demote, bf16, keep at most once, keep last"
+        problems.append(("ptq.guard.on_reject", message))
+    if "demote" in rungs and "bf16" in rungs and rungs.index("demote") > rungs.index("bf16"):
+        message = f"got {rungs}, expected demote before bf16, which nothing can be better than"
+        problems.append(("ptq.guard.on_reject", message))
+    if ab.enabled and load.enabled:
+        message = "got true, expected false while ptq.ab.enabled: both need the idle slot"
+        problems.append(("ptq.precision_by_load.enabled", message))
+    for name, block in (("ab", ab), ("precision_by_load", load)):
+        if block.enabled and not config.ptq.enabled:
+            message = "got true, expected false while ptq.enabled is false"
+            problems.append((f"ptq.{name}.enabled", message))
+    if load.bf16_below >= load.int8_above:
+        message = f"got {load.bf16_below}, expected less than ptq.precision_by_load.int8_above"
+        problems.append(("ptq.precision_by_load.bf16_below", f"{message} = {load.int8_above}"))
+
+
+def _inject(config: RunConfig, problems: Problems) -> None:
+    ptq, steps = config.ptq, config.trainer.training.steps
+    if config.debug.inject and not ptq.enabled:
+        problems.append(("debug.inject", "expected [] while ptq.enabled is false"))
+    versions = [inject.step for inject in config.debug.inject]
+    for number, inject in enumerate(config.debug.inject):
+        if inject.step > steps or inject.step % ptq.publish_every:
+            message = f"got {inject.step}, expected a published step: a multiple of"
+            where = f"debug.inject[{number}].step"
+            problems.append((where, f"{message} ptq.publish_every up to {steps}"))
+        if inject.step in versions[:number]:
+            where = f"debug.inject[{number}].step"
+            problems.append((where, f"got {inject.step} twice, expected one fault per version"))
 
 
 def check_scales(config: RunConfig, problems: Problems) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
-from .block import Block, NaturalInt, Positive, PositiveInt, PositiveShare, TrueShare
+from .block import Block, NaturalInt, Positive, PositiveInt, TrueShare
 from .calibration import (
     CalibrationConfig,
     DriftConfig,
@@ -13,17 +12,7 @@ from .calibration import (
     PlanConfig,
     SmoothingConfig,
 )
-
-
-@dataclass(kw_only=True)
-class GuardConfig(Block):
-    """When a candidate may serve."""
-
-    max_perplexity_rise: PositiveShare = 0.03
-    """Largest relative rise over the full-precision policy of the same version. 0.03 is 3 %."""
-
-    on_reject: Literal["keep", "bf16"] = "keep"
-    """After a refusal: keep serving the last good version, or serve this one in bf16."""
+from .guard import ABConfig, GuardConfig, PrecisionByLoadConfig
 
 
 @dataclass(kw_only=True)
@@ -31,7 +20,10 @@ class ProbeConfig(Block):
     """Held-out rollouts that judge a candidate."""
 
     sequences: PositiveInt = 32
-    """Sequences scored per candidate."""
+    """Sequences scored per candidate at first."""
+
+    max_sequences: PositiveInt = 128
+    """Most sequences scored while the evidence does not decide; then the point estimate does."""
 
     min_sequences: PositiveInt = 20
     """With fewer at hand a candidate cannot be judged and is not served."""
@@ -111,7 +103,13 @@ class PTQConfig(Block):
     """When to calibrate early."""
 
     guard: GuardConfig = field(default_factory=GuardConfig)
-    """Gate before traffic."""
+    """Gate before traffic, and the watch after it."""
+
+    ab: ABConfig = field(default_factory=ABConfig)
+    """Comparison with full precision on live prompts."""
+
+    precision_by_load: PrecisionByLoadConfig = field(default_factory=PrecisionByLoadConfig)
+    """Scheme of new sequences by load."""
 
     probe: ProbeConfig = field(default_factory=ProbeConfig)
     """What the gate measures on."""

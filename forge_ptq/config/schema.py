@@ -176,16 +176,21 @@ class InjectConfig(Block):
     step: PositiveInt
     """Policy version whose candidate is hit."""
 
-    fault: Literal["corrupt_scales"] = "corrupt_scales"
-    """`corrupt_scales`: wrong weight scales in a well-formed artifact. Only the probe can tell."""
+    fault: Literal["corrupt_scales", "damage_live"] = "corrupt_scales"
+    """`corrupt_scales`: wrong weight scales in a well-formed artifact; only the probe can tell.
+    `damage_live`: the serving slot's scales are damaged after the commit; only probation can."""
+
+    attempts: PositiveInt = 1
+    """`corrupt_scales`: quantized candidates of that version that are hit, the demoted ones
+    counted."""
 
 
 @dataclass(kw_only=True)
 class DebugConfig(Block):
     """For demonstrations and tests."""
 
-    inject: InjectConfig | None = None
-    """Fault to inject; null for none."""
+    inject: list[InjectConfig] = field(default_factory=list)
+    """Faults to inject, each of another version."""
 
 
 @dataclass(kw_only=True)

@@ -37,7 +37,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from forge_ptq import store
@@ -61,7 +61,7 @@ VERDICTS_KEPT = 1000
 class PTQ:
     """One publisher for one generator service. Made by ``launch``."""
 
-    def __init__(self, cfg: Any, policy: Any, fleet: Any, inject: Any | None) -> None:
+    def __init__(self, cfg: Any, policy: Any, fleet: Any, inject: Sequence[Any]) -> None:
         self.cfg = cfg
         auto = cfg.plan.rollouts if cfg.plan.mode == "auto" else 0
         self.sampler = RolloutSampler(
@@ -90,12 +90,12 @@ class PTQ:
         quantizer: Any,
         merger: Any | None = None,
         coordinator: Any | None = None,
-        inject: Any | None = None,
+        inject: Sequence[Any] = (),
     ) -> PTQ:
         """cfg: config.PTQConfig. policy, quantizer: handles (service or actor) of the running
         generator and Quantizer. merger, coordinator: handles of the StatsMerger service and the
-        Coordinator actor; started here where they are not given. inject: {step, fault} to corrupt
-        one candidate on purpose.
+        Coordinator actor; started here where they are not given. inject: [{step, fault}] to corrupt
+        candidates on purpose.
         """
         if merger is None:
             merger = await StatsMerger.options(mesh_name="stats_merger").as_service()
@@ -105,7 +105,7 @@ class PTQ:
         return await cls.attach(cfg, policy, fleet, inject)
 
     @classmethod
-    async def attach(cls, cfg: Any, policy: Any, fleet: Any, inject: Any | None = None) -> PTQ:
+    async def attach(cls, cfg: Any, policy: Any, fleet: Any, inject: Sequence[Any] = ()) -> PTQ:
         """A publisher over a fleet that runs; it goes on from what the store says serves."""
         ptq = cls(cfg, policy, fleet, inject)
         committed = await store.get_committed()
@@ -175,7 +175,7 @@ class PTQ:
             else:
                 await self._try(verdict, "accepted", rollouts, due=due)
         to_bf16 = must_serve or verdict.calibration_failed
-        to_bf16 |= verdict.refused and self.cfg.guard.on_reject == "bf16"
+        to_bf16 |= verdict.refused and "bf16" in self.cfg.guard.on_reject
         if verdict.outcome == "kept" and to_bf16:
             await self._try(verdict, "fell_back", rollouts, scheme="bf16")
 
@@ -237,11 +237,12 @@ class PTQ:
         return guard.decide(candidate.evidence(), limits)
 
     def _fault(self, version: int, scheme: str | None) -> str | None:
-        if self._inject is not None and self._inject.step == version and scheme is None:
-            log.warning(
-                "injecting %s into the candidate of version %d", self._inject.fault, version
-            )
-            return str(self._inject.fault)
+        if scheme is not None:
+            return None
+        for inject in self._inject:
+            if inject.step == version:
+                log.warning("injecting %s into the candidate of version %d", inject.fault, version)
+                return str(inject.fault)
         return None
 
     async def _retire(self, version: int) -> None:

@@ -19,7 +19,7 @@ def policy(tmp_path_factory):
 @pytest.fixture(scope="module")
 def asynchronous(policy, tmp_path_factory):
     """A run of 8 steps whose candidate of version 5 has corrupt scales."""
-    settings = ("trainer.training.steps=8", "debug.inject={step: 5, fault: corrupt_scales}")
+    settings = ("trainer.training.steps=8", "debug.inject=[{step: 5, fault: corrupt_scales}]")
     with Run(policy, tmp_path_factory.mktemp("outputs"), "asynchronous", *settings) as run:
         code, output = run.finish()
         assert code == 0, output

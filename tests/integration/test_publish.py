@@ -99,7 +99,7 @@ async def loop(tmp_path_factory):
         cfg,
         policy=policy,
         quantizer=quantizer,
-        inject=SimpleNamespace(step=2, fault="corrupt_scales"),
+        inject=[SimpleNamespace(step=2, fault="corrupt_scales")],
     )
     yield Loop(path, policy, quantizer, ptq)
     await ptq.close()
@@ -162,12 +162,12 @@ async def test_a_corrupted_candidate_never_serves_a_token(loop):
 
 async def test_refused_it_serves_the_same_version_in_bf16(loop):
     await loop.push(3)
-    loop.ptq.cfg.guard.on_reject = "bf16"
-    loop.ptq._inject.step = 3
+    loop.ptq.cfg.guard.on_reject = ["bf16"]
+    loop.ptq._inject[0].step = 3
     try:
         verdict = await loop.ptq.publish(3)
     finally:
-        loop.ptq.cfg.guard.on_reject = "keep"
+        loop.ptq.cfg.guard.on_reject = ["keep"]
     assert (verdict.outcome, verdict.refused) == ("fell_back", True), verdict.reason
     assert verdict.perplexity_rise > 0.03
     assert {entry[2:] for entry in await loop.greedy()} == {(3, verdict.artifact_id)}

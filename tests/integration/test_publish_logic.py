@@ -49,6 +49,7 @@ async def launch(generators: Generators, fleet: FakeFleet, offered: int = 40, **
     cfg.probe.min_sequences, cfg.probe.sequences = 4, 8
     cfg.plan = PlanConfig(default=fleet.scheme)  # type: ignore[arg-type]
     cfg.smoothing.enabled = False
+    cfg.guard.on_reject = ["keep"]
     for key, value in settings.items():
         block, _, name = key.partition("__")
         setattr(getattr(cfg, block) if name else cfg, name or block, value)
@@ -104,7 +105,7 @@ async def test_must_serve_falls_back_to_bf16(offered):
 async def test_on_reject_bf16_serves_the_same_version_and_reuses_the_reference():
     generators, fleet = Generators(), FakeFleet()
     generators.replicas[0].kl = 0.2
-    ptq = await launch(generators, fleet, guard__on_reject="bf16")
+    ptq = await launch(generators, fleet, guard__on_reject=["bf16"])
     verdict = await ptq.publish(1)
     assert (verdict.outcome, verdict.refused) == ("fell_back", True)
     assert fleet.count("reference") == 1
@@ -407,7 +408,7 @@ async def test_a_refused_candidate_is_calibrated_anew_unless_it_was_corrupted_on
     ptq = await launch(generators, fleet, calibration__rollouts=8, drift__min_steps=1)
     assert (await ptq.publish(1)).calibrated
     generators.replicas[0].kl = 0.2
-    ptq._inject = SimpleNamespace(step=2, fault="corrupt_scales")
+    ptq._inject = [SimpleNamespace(step=2, fault="corrupt_scales")]
     assert (await ptq.publish(2)).refused
     third = await ptq.publish(3)
     assert (third.refused, third.calibrated) == (True, False)
@@ -495,7 +496,7 @@ async def test_injected_fault_reaches_only_its_version():
     fleet = FakeFleet()
     cfg = PTQConfig()
     cfg.probe.min_sequences, cfg.smoothing.enabled = 4, False
-    inject = SimpleNamespace(step=2, fault="corrupt_scales")
+    inject = [SimpleNamespace(step=2, fault="corrupt_scales")]
     ptq = await PTQ.attach(cfg, Generators(), fleet, inject)
     await ptq.offer(episodes(40))
     for version in (1, 2, 3):

@@ -73,10 +73,12 @@ def test_all_three_schemes_stand_side_by_side_in_the_tiny_plan() -> None:
 
 
 def test_unknown_keys_name_their_path_and_the_closest_valid_one() -> None:
-    found = problems("ptq.guard.max_perplexity_ris=0.1", "publish_every=2", "debug.inject.stepp=3")
+    found = problems(
+        "ptq.guard.max_perplexity_ris=0.1", "publish_every=2", "debug.inject=[{stepp: 3}]"
+    )
     assert found["ptq.guard.max_perplexity_ris"].endswith("ptq.guard.max_perplexity_rise?")
     assert "ptq.publish_every" in found["publish_every"]
-    assert "debug.inject.step?" in found["debug.inject.stepp"]
+    assert "debug.inject[0].step?" in found["debug.inject[0].stepp"]
 
 
 def test_ill_typed_values_name_path_value_and_expected_type() -> None:
@@ -102,7 +104,7 @@ def test_ill_typed_values_name_path_value_and_expected_type() -> None:
         "ptq.merge.sigma_clip=-1", "ptq.smoothing.alpha=1.5", "ptq.drift.max_absmax_ratio=0.5",
         "ptq.sampler.probe_fraction=1", "ptq.deadlines.stage_s=0", "ptq.deadlines.stage_s=.inf",
         "loss.beta=-1", "trainer.optimizer.beta1=1.5", "services.policy.num_replicas=0",
-        "debug.inject.step=0", "trainer.training.steps=0",
+        "trainer.training.steps=0",
     ],
 )  # fmt: skip
 def test_values_out_of_range_are_refused(override: str) -> None:
@@ -123,7 +125,7 @@ def test_values_out_of_range_are_refused(override: str) -> None:
         (["policy.sampling_params.temperature=0.7"], "policy.sampling_params.temperature"),
         (["policy.engine_args.enforce_eager=false"], "policy.engine_args.enforce_eager"),
         (
-            ["policy.engine_args.enforce_eager=false", "ptq.enabled=false", "debug.inject=null"],
+            ["policy.engine_args.enforce_eager=false", "ptq.enabled=false", "debug.inject=[]"],
             "policy.engine_args.enforce_eager",
         ),
         (["policy.engine_args.tensor_parallel_size=2"], "policy.engine_args.tensor_parallel_size"),
@@ -183,7 +185,17 @@ def test_values_out_of_range_are_refused(override: str) -> None:
         ),
         (["ptq.publish_every=3"], "ptq.publish_every"),
         (["off_by_n=0", "ptq.publish_every=2"], "ptq.publish_every"),
-        (["debug.inject.step=100000"], "debug.inject.step"),
+        (["debug.inject=[{step: 100000}]"], "debug.inject[0].step"),
+        (["debug.inject=[{step: 0}]"], "debug.inject[0].step"),
+        (["debug.inject=[{step: 5}, {step: 5}]"], "debug.inject[1].step"),
+        (["ptq.guard.on_reject=[keep, bf16]"], "ptq.guard.on_reject"),
+        (["ptq.guard.on_reject=[bf16, demote]"], "ptq.guard.on_reject"),
+        (["ptq.probe.max_sequences=8"], "ptq.probe.max_sequences"),
+        (
+            ["ptq.ab.enabled=true", "ptq.precision_by_load.enabled=true"],
+            "ptq.precision_by_load.enabled",
+        ),
+        (["ptq.precision_by_load.bf16_below=99"], "ptq.precision_by_load.bf16_below"),
         (["ptq.enabled=false"], "debug.inject"),
         (["reward.task=gsm_symbolic"], "reward.task"),
         (["dataset.prompt_template=hello"], "dataset.prompt_template"),
@@ -201,7 +213,7 @@ def test_the_probe_must_have_rollouts_to_spare() -> None:
     assert "about 20" in message
     assert "ptq.sampler.probe_fraction" in message
     load_config(TINY, [*rest, "ptq.probe.min_sequences=13"])
-    load_config(TINY, [*few, "ptq.enabled=false", "debug.inject=null"])
+    load_config(TINY, [*few, "ptq.enabled=false", "debug.inject=[]"])
 
 
 def test_what_depends_on_measured_inputs() -> None:
@@ -239,7 +251,7 @@ def test_calibration_must_have_rollouts() -> None:
 
 
 def test_a_publish_may_skip_as_many_versions_as_episodes_may_trail() -> None:
-    config = load_config(TINY, ["off_by_n=2", "ptq.publish_every=3", "debug.inject=null"])
+    config = load_config(TINY, ["off_by_n=2", "ptq.publish_every=3", "debug.inject=[]"])
     assert config.replay_buffer.max_policy_age == 2
 
 
@@ -279,7 +291,7 @@ def test_overrides() -> None:
     config = load_config(
         TINY,
         [
-            "trainer.optimizer.lr=1e-5", "ptq.plan.overrides[*.up_proj]=bf16", "debug.inject=null",
+            "trainer.optimizer.lr=1e-5", "ptq.plan.overrides[*.up_proj]=bf16", "debug.inject=[]",
             "dataset.system_prompt=be brief",
             "policy.sampling_params={n: 8, max_tokens: 5}", "metric_logging.wandb=null",
             "services.policy.env.EXTRA='1'",
@@ -287,7 +299,7 @@ def test_overrides() -> None:
     )  # fmt: skip
     assert config.trainer.optimizer.lr == 1e-5
     assert config.ptq.plan.overrides["*.up_proj"] == "bf16"
-    assert config.debug.inject is None
+    assert config.debug.inject == []
     assert config.metric_logging.wandb is None
     assert config.policy.sampling_params == {"n": 8, "max_tokens": 5}
     assert config.services.policy.env["EXTRA"] == "1"

@@ -1,0 +1,108 @@
+"""The guard's part of the `ptq` block: the gate before traffic, what follows a refusal, and the
+watch over what serves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from .block import Block, NaturalInt, Positive, PositiveInt, PositiveShare, TrueShare
+
+Rung = Literal["demote", "bf16", "keep"]
+"""What can follow a refusal."""
+
+
+@dataclass(kw_only=True)
+class ProbationConfig(Block):
+    """The watch over a version that serves. What only live traffic shows takes it back."""
+
+    enabled: bool = True
+    """Judge what serves. Off, the numbers are logged all the same."""
+
+    episodes: PositiveInt = 64
+    """Episodes of what serves that a judgement rests on."""
+
+    max_mismatch_kl: Positive = 0.1
+    """Largest KL(generator || trainer) in nats per token (k3 estimate), beyond that of policy age
+    where full-precision episodes show it."""
+
+    min_ess: TrueShare = 0.5
+    """Smallest effective sample size of the tokens' importance ratios, as a share of the tokens."""
+
+    patience: PositiveInt = 2
+    """Judgements in a row over a threshold that count as one failure: the second is no chance."""
+
+
+@dataclass(kw_only=True)
+class GuardConfig(Block):
+    """When a candidate may serve, and what happens when it may not."""
+
+    max_perplexity_rise: PositiveShare = 0.03
+    """Largest relative rise over the full-precision policy of the same version. 0.03 is 3 %."""
+
+    max_worst_rise: Positive = 1.0
+    """Largest rise of the single worst rollout: damage that the mean hides."""
+
+    max_token_kl: Positive = 2.0
+    """Largest 99th percentile of the tokens' KL to the full-precision policy, in nats."""
+
+    max_weight_error: TrueShare = 0.1
+    """Largest relative error |W - dequantized| / |W| of one layer's weight (Frobenius norms)."""
+
+    confidence: TrueShare = 0.95
+    """Of the interval, clustered by rollout, that has to lie on one side of the limit; while it
+    does not, more rollouts are scored, up to `ptq.probe.max_sequences`."""
+
+    on_reject: list[Rung] = field(default_factory=lambda: ["demote", "bf16", "keep"])
+    """What follows a refusal, in this order, until something serves. `demote`: the most sensitive
+    layers go from static to dynamic to bf16, and the candidate is made again; `bf16`: this version
+    serves in full precision; `keep`: the last good version serves on. Empty is `keep`."""
+
+    demote_attempts: PositiveInt = 2
+    """Candidates made by `demote` for one version."""
+
+    demote_share: TrueShare = 0.15
+    """Share of the linear FLOPs that one demotion moves to the next better scheme."""
+
+    recover_after: PositiveInt = 5
+    """Publishes in a row that must pass before the latest demotion is taken back; twice as many
+    after each time that taking it back failed."""
+
+    probation: ProbationConfig = field(default_factory=ProbationConfig)
+    """The watch after a commit."""
+
+
+@dataclass(kw_only=True)
+class ABConfig(Block):
+    """A share of the prompts is answered in full precision, to compare rewards."""
+
+    enabled: bool = False
+    """Serve the version that serves in bf16 too, from the idle slot of every replica."""
+
+    fraction: TrueShare = 0.5
+    """Share of the prompts answered in full precision."""
+
+    min_prompts: PositiveInt = 32
+    """Prompts per arm before rewards are compared."""
+
+    min_agreement: PositiveShare = 0.95
+    """Mean reward of the quantized arm over that of the full-precision arm; less rolls back once
+    the difference is significant at `significance`."""
+
+    significance: TrueShare = 0.05
+    """Of the test of the difference (Welch's t over prompts, one-sided)."""
+
+
+@dataclass(kw_only=True)
+class PrecisionByLoadConfig(Block):
+    """Full precision while the engine has little to do, INT8 while it has much."""
+
+    enabled: bool = False
+    """Serve the version that serves in bf16 too, from the idle slot of every replica."""
+
+    bf16_below: NaturalInt = 4
+    """Unfinished sequences of a replica at or under which new ones start in bf16."""
+
+    int8_above: PositiveInt = 16
+    """Unfinished sequences at or over which new ones start in INT8; in between it stays as it
+    is."""
