@@ -289,6 +289,11 @@ async def claim_round() -> int:
     return int(last) + 1
 
 
+async def continue_rounds(last: int) -> None:
+    """Count rounds on from ``last``, the round of a calibration that an earlier session made."""
+    await io.put(_ROUND, json.dumps(last))
+
+
 def _round(name: str) -> int:
     return int(name.split(".")[1].removeprefix("r"))
 

@@ -7,7 +7,8 @@
       .writing-…          a save that is under way, or that died; removed by the next save
 
 All ranks write into `.writing-step-N`, files are synced, then rank 0 renames it to `step-N`. A
-rename is atomic, so a process killed at any moment leaves either no `step-N` or a whole one.
+rename is atomic, so a process killed at any moment leaves either no `step-N` or a whole one. A save
+that fails, as on a full disk, fails on every rank and leaves what was there before.
 Resuming takes the highest `step-N` that holds its metadata.
 """
 
@@ -17,6 +18,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,10 @@ import torch.distributed.checkpoint as dcp
 LATEST = "LATEST"
 STATE = "state.json"
 _NAME = re.compile(r"step-(\d{8})$")
+
+
+class SaveError(RuntimeError):
+    """A checkpoint that could not be written; the ones before it are as they were."""
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -53,33 +59,43 @@ def save(
     `tensors` goes to torch.distributed.checkpoint, `state` (JSON) to state.json. Afterwards all but
     the newest `keep` are removed; 0 keeps all. Where the step is saved already only its state is
     written anew: its tensors are the same, and taking it away first would risk having none.
+    SaveError, on every rank, with the cause on the rank that met it.
     """
     final = path_of(folder, step)
     writing = folder / f".writing-{final.name}"
-    leader = not dist.is_initialized() or dist.get_rank() == 0
-    if step in complete_steps(folder):
-        _barrier()  # every rank has looked before anything changes
-        if leader:
-            write_text(final / STATE, json.dumps({**state, "step": step}))
-        return final
-    if leader:
+    text = json.dumps({**state, "step": step})
+
+    def clear() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for leftover in folder.glob(".writing-*"):
             shutil.rmtree(leftover)
-    _barrier()
-    dcp.save(tensors, storage_writer=dcp.FileSystemWriter(writing, sync_files=True))
-    if leader:
-        write_text(writing / STATE, json.dumps({**state, "step": step}))
-        _sync_folder(writing)
+
+    def finish() -> None:
+        write_text(writing / STATE, text)
+        sync(writing)
         writing.rename(final)
-        _sync_folder(folder)
+        sync(folder)
+
+    def tidy() -> None:
         write_text(folder / LATEST, final.name + "\n")
-        if keep > 0:
-            for old in complete_steps(folder)[:-keep]:
-                _remove(path_of(folder, old))
-        for leftover in folder.glob(".writing-*"):
-            shutil.rmtree(leftover)
-    _barrier()
+        for old in complete_steps(folder)[:-keep] if keep > 0 else []:
+            _remove(path_of(folder, old))
+        clear()
+
+    if step in complete_steps(folder):
+        _barrier()  # every rank has looked before anything changes
+        _on_rank_0(lambda: write_text(final / STATE, text), final)
+        return final
+    _on_rank_0(clear, final)
+    try:
+        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(writing, sync_files=True))
+    except dcp.CheckpointException as error:  # torch raises it on every rank
+        if _is_rank_0():
+            shutil.rmtree(writing, ignore_errors=True)  # the disk may be full of it
+        causes = {rank: f"{type(e).__name__}: {e}" for rank, (e, _) in error.failures.items()}
+        raise SaveError(f"{final}: {causes}") from error
+    _on_rank_0(finish, final)
+    _on_rank_0(tidy, final)
     return final
 
 
@@ -93,11 +109,15 @@ def load(folder: Path, step: int, tensors: dict[str, Any]) -> dict[str, Any]:
 def write_text(path: Path, text: str) -> None:
     """Replaces a small file at once: readers see the old text or the new one."""
     partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w") as handle:
-        handle.write(text)
-        handle.flush()
-        os.fsync(handle.fileno())
-    partial.rename(path)
+    try:
+        with partial.open("w") as handle:
+            handle.write(text)
+            handle.flush()
+            os.fsync(handle.fileno())
+        partial.rename(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def _remove(path: Path) -> None:
@@ -107,12 +127,31 @@ def _remove(path: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def _sync_folder(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Waits until a file, or the names in a folder, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _is_rank_0() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _on_rank_0(action: Callable[[], None], final: Path) -> None:
+    """Runs `action` on rank 0 while the others wait; SaveError on all of them if it fails."""
+    problem: list[str | None] = [None]
+    if _is_rank_0():
+        try:
+            action()
+        except OSError as error:
+            problem = [f"{type(error).__name__}: {error}"]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(problem, src=0)
+    if problem[0] is not None:
+        raise SaveError(f"{final}: {problem[0]}")
 
 
 def _barrier() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import logging
 import math
 import time
 from collections import defaultdict
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -29,6 +31,8 @@ from forge_ptq.models import checkpoint
 
 from . import checkpoints, distributed, packing, titan
 from .optimizer import build_lr_scheduler, build_optimizer
+
+log = logging.getLogger(__name__)
 
 Batch = dict[str, Any]
 
@@ -105,6 +109,8 @@ class TrainEngine:
         """Steps whose loss or gradient was not finite."""
         self.extra: dict[str, Any] = {}
         """The application's own state, kept in checkpoints."""
+        self.save_error = ""
+        """Why the last checkpoint that was due could not be saved; empty if it was."""
         accepted = inspect.signature(loss).parameters
         self._takes = None if _takes_anything(accepted) else set(accepted)
 
@@ -246,14 +252,28 @@ class TrainEngine:
         return checkpoints.save(self._folder, self.step_count, self._tensors(), state, keep)
 
     def save_if_due(self) -> Path | None:
-        """Saves every checkpoint.interval steps and after the last one; HF format then too."""
+        """Saves every checkpoint.interval steps and after the last one; HF format then too.
+
+        A save that fails does not end the training: `save_error` says why, the next one is due
+        after the next interval.
+        """
         config = self.config.checkpoint
         last = self.step_count == self.config.training.steps
         if not config.enable or not (last or self.step_count % config.interval == 0):
             return None
+        self.save_error, saved = "", None
         if last and config.last_save_in_hf:
-            self.export(self._folder / "hf")
-        return self.save()
+            try:
+                self.export(self._folder / "hf")
+            except (OSError, SafetensorError) as error:
+                self.save_error = f"{self._folder / 'hf'}: {error}"
+        try:
+            saved = self.save()
+        except checkpoints.SaveError as error:
+            self.save_error = str(error)
+        if self.save_error:
+            log.error("step %d is not saved: %s", self.step_count, self.save_error)
+        return saved
 
     def export(self, target: str | Path) -> None:
         """Writes a HF checkpoint folder in bf16: config, tokenizer, weights. All ranks call it."""

@@ -132,6 +132,11 @@ class TitanTrainer(ForgeActor):
         return self.engine.step_count
 
     @endpoint
+    async def save_error(self) -> str:
+        """Why the last checkpoint that was due could not be saved; empty if it was."""
+        return self.engine.save_error
+
+    @endpoint
     async def resume_step(self) -> int:
         """Steps done so far: 0 in a fresh run, the checkpoint's in a resumed one."""
         return self.engine.step_count
