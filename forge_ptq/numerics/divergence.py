@@ -1,33 +1,54 @@
 """How far a candidate is from the full-precision policy, from per-token scores of rollouts.
 
-Two estimates of the same thing, the relative rise in perplexity:
+The target is the rise in log-perplexity of the full-precision policy ``ref`` when ``cand`` stands
+in for it: the expected ``log ref - log cand`` of a token, nats. Given a context, the expectation
+over ref's next token is ``KL(ref || cand)`` over the whole vocabulary. Three estimates:
 
-- from paired NLL: ``exp(mean(reference_logprob - candidate_logprob)) - 1`` over the tokens of the
-  rollouts. Needs nothing but logprobs, but most of its variance is which tokens happened to be
-  sampled.
-- from the full-vocabulary divergence: ``exp(mean(KL(reference || candidate))) - 1``. On tokens
-  sampled from the reference, KL is the expected NLL rise given the context, so the sampling noise
-  of the token is gone: about 30 times less variance.
+- ``kl``: mean KL. The token is integrated out, exactly, so it does not matter which policy mu
+  sampled it. What is left of mu is which contexts are looked at: the error is at most
+  ``max KL * TV(mu, ref)`` over contexts, of second order in how far mu is from ref, and for a mu
+  that has been served lately these are the contexts that the candidate will meet. So this decides
+  wherever it is known. Its variance is about 30 times smaller than that of the paired NLL.
+- ``k3``: mean of ``w * (r - 1 - log r)`` with ``r = cand / ref`` of the sampled token and
+  ``w = ref / mu`` its importance weight (Schulman, "Approximating KL divergence", 2020). ``r - 1``
+  has mean zero under ref and takes most of the variance away; no term is negative. Needs logprobs
+  alone, and decides where KL is unknown. Without mu's logprobs w is 1 ("k3, unweighted"): near ref
+  it is then still ``(log r)^2 / 2``, whose mean hardly depends on who sampled.
+- ``nll``: mean of ``log ref - log cand``, the plain paired NLL. Reported, never decides: on tokens
+  that mu sampled its mean is ``KL(mu || cand) - KL(mu || ref)``, so with mu close to the candidate
+  (an artifact of the version before, say) a harmful candidate looks harmless or better than ref.
 
-Tokens of one rollout are not independent, so errors are clustered by rollout: with s_G the sum and
-n_G the number of tokens of each rollout, the mean is m = sum(s) / sum(n) and its variance
-``G / (G - 1) * sum((s_g - m n_g)^2) / sum(n)^2`` (the ratio estimator's). Intervals use Student's
-t with G - 1 degrees of freedom.
+Where mu's logprobs are known the KL is also given reweighted to ref's own contexts, by the product
+of ref / mu over the tokens before, truncated at ``PREFIX_CAP`` and self-normalised, with the
+effective sample size of these weights. It does not decide: the product's variance grows with the
+length, and mu's contexts are the ones that matter.
 
-Shape suffixes: G rollouts (clusters), R scored tokens of one rollout, V vocabulary.
+Tokens of one rollout are not independent, nor are rollouts of one prompt, so errors are clustered
+by rollout, or by prompt where that is told: with s_C the sum and n_C the number of tokens of each
+cluster, the mean is m = sum(s) / sum(n) and its variance
+``C / (C - 1) * sum((s_c - m n_c)^2) / sum(n)^2`` (the ratio estimator's). Intervals use Student's
+t with C - 1 degrees of freedom.
+
+Shape suffixes: G rollouts, C clusters, R scored tokens of one rollout, M of all, V vocabulary.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
-Z_975 = 1.959963984540054
 KL_ROUNDING = 1e-3
 """KL below minus this is an error; above it, zero as fp32 sums over a vocabulary see it."""
+PREFIX_CAP = 10.0
+"""Largest weight of a context."""
+TOKEN_CAP = 10.0
+"""Largest weight of a token."""
+TAIL = 0.99
+"""Quantile of the tokens' KL that is watched."""
 
 
 def kl_per_token(reference_RV: torch.Tensor, candidate_RV: torch.Tensor) -> torch.Tensor:
@@ -50,58 +71,81 @@ def kl_from_logprobs(reference_RV: torch.Tensor, candidate_RV: torch.Tensor) -> 
     return terms_RV.sum(-1)
 
 
-def t_quantile_975(degrees: int) -> float:
-    """97.5 % quantile of Student's t (exact for 1 and 2 degrees, within 0.3 % from 3 on)."""
+@lru_cache(maxsize=4096)
+def t_quantile(confidence: float, degrees: int) -> float:
+    """t such that Student's T with that many degrees of freedom has P(|T| <= t) = confidence.
+
+    Inverts the closed form for whole degrees (Abramowitz and Stegun 26.7.3 and 26.7.4) by
+    bisection, to about 1e-12. inf without degrees; ValueError unless 0 < confidence < 1.
+    """
+    if not 0.0 < confidence < 1.0:
+        raise ValueError(f"confidence must be between 0 and 1, got {confidence}")
     if degrees < 1:
         return math.inf
+    low, high = 0.0, math.pi / 2
+    for _ in range(100):
+        angle = (low + high) / 2
+        if _t_central(angle, degrees) < confidence:
+            low = angle
+        else:
+            high = angle
+    return math.sqrt(degrees) * math.tan((low + high) / 2)
+
+
+def _t_central(angle: float, degrees: int) -> float:
+    """P(|T| <= sqrt(degrees) * tan(angle))."""
+    sine, cosine = math.sin(angle), math.cos(angle)
+    odd = degrees % 2
+    term = total = cosine if odd else 1.0
     if degrees == 1:
-        return math.tan(math.pi * 0.475)
-    if degrees == 2:
-        p = 0.975
-        return (2 * p - 1) * math.sqrt(2 / (4 * p * (1 - p)))
-    z, v = Z_975, float(degrees)
-    return (
-        z
-        + (z**3 + z) / (4 * v)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * v**3)
-        + (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / (92160 * v**4)
-    )
+        total = 0.0
+    for k in range(2 + odd, degrees - 1, 2):
+        term *= (k - 1) / k * cosine**2
+        total += term
+    return 2 / math.pi * (angle + sine * total) if odd else sine * total
 
 
 @dataclass(frozen=True)
 class ClusterMean:
-    """Token mean with a standard error clustered by rollout (inf with fewer than two rollouts)."""
+    """Token mean with a clustered standard error (inf with fewer than two clusters)."""
 
     mean: float
     se: float
     clusters: int
     tokens: int
 
-    @property
-    def ci95(self) -> tuple[float, float]:
-        """95 % confidence interval of the mean."""
+    def interval(self, confidence: float) -> tuple[float, float]:
+        """Confidence interval of the mean."""
         if not math.isfinite(self.se):
             return (-math.inf, math.inf)
-        half = t_quantile_975(self.clusters - 1) * self.se
+        half = t_quantile(confidence, self.clusters - 1) * self.se
         return (self.mean - half, self.mean + half)
 
 
-def cluster_mean(values_GR: Sequence[torch.Tensor]) -> ClusterMean:
-    """Mean over all tokens of G rollouts of unequal length; rollouts without tokens are ignored."""
-    kept = [values_R.detach().to(torch.float64) for values_R in values_GR if values_R.numel() > 0]
-    if not kept:
+def cluster_mean(
+    values_GR: Sequence[torch.Tensor], clusters_G: Sequence[Hashable] | None = None
+) -> ClusterMean:
+    """Mean over all tokens of G rollouts of unequal length; rollouts without tokens are ignored.
+
+    clusters_G: what each rollout belongs to, None: every rollout is a cluster of its own.
+    """
+    labels_G = range(len(values_GR)) if clusters_G is None else clusters_G
+    sums: dict[Hashable, float] = {}
+    counts: dict[Hashable, int] = {}
+    for label, values_R in zip(labels_G, values_GR, strict=True):
+        if values_R.numel() > 0:
+            sums[label] = sums.get(label, 0.0) + float(values_R.detach().to(torch.float64).sum())
+            counts[label] = counts.get(label, 0) + values_R.numel()
+    if not counts:
         raise ValueError("no scored tokens: every rollout is empty")
-    sums_G = torch.stack([values_R.sum() for values_R in kept])
-    counts_G = torch.tensor([float(values_R.numel()) for values_R in kept], dtype=torch.float64)
-    total = float(counts_G.sum())
-    mean = float(sums_G.sum()) / total
-    groups = len(kept)
-    if groups < 2:
-        return ClusterMean(mean, math.inf, groups, int(total))
-    residuals_G = sums_G - mean * counts_G
-    variance = groups / (groups - 1) * float((residuals_G**2).sum()) / total**2
-    return ClusterMean(mean, math.sqrt(variance), groups, int(total))
+    total, clusters = sum(counts.values()), len(counts)
+    mean = sum(sums.values()) / total
+    if clusters < 2:
+        return ClusterMean(mean, math.inf, clusters, total)
+    squares = sum((sums[label] - mean * counts[label]) ** 2 for label in counts)
+    return ClusterMean(
+        mean, math.sqrt(clusters / (clusters - 1) * squares) / total, clusters, total
+    )
 
 
 def rise(log_rise: float) -> float:
@@ -114,11 +158,13 @@ class Divergence:
     """Candidate against reference over all probe tokens. Rises are relative: 0.03 is 3 %."""
 
     perplexity_rise: float
-    """exp(mean KL) - 1 where KL is known, else exp(nll_rise) - 1; NaN if a score is not finite."""
-    ci: tuple[float, float]
-    """95 % interval of perplexity_rise, clustered by rollout."""
+    """exp(log_rise.mean) - 1; NaN if a score is not finite."""
+    log_rise: ClusterMean
+    """Rise in log-perplexity by the estimator, nats per token."""
+    confidence: float
+    """Level of ci."""
     estimator: str
-    """"kl" or "nll": what perplexity_rise and ci come from."""
+    """"kl", "k3" or "k3, unweighted": what perplexity_rise and ci come from."""
     nll_rise: float
     """Mean paired difference in NLL, nats per token."""
     nll_rise_se: float
@@ -127,6 +173,8 @@ class Divergence:
     kl: float | None
     """Mean full-vocabulary KL(reference || candidate), nats per token; None if unknown."""
     kl_se: float | None
+    token_kl: float | None
+    """99th percentile of the tokens' KL, nats; None if unknown."""
     worst_sequence_rise: float
     """perplexity_rise of the single worst rollout."""
     worst_sequence: int
@@ -135,17 +183,41 @@ class Divergence:
     sequences: int
     non_finite: int
     """Scores that are NaN or infinite, or KL clearly below zero; one makes the candidate unfit."""
+    kl_reweighted: float | None = None
+    """KL on contexts weighted as the reference would meet them; None if mu is unknown."""
+    context_ess: float | None = None
+    """Effective sample size of these weights as a share of the tokens."""
+
+    @property
+    def ci(self) -> tuple[float, float]:
+        """Interval of perplexity_rise, clustered."""
+        return self.interval(self.confidence)
+
+    def interval(self, confidence: float) -> tuple[float, float]:
+        """The same at another level; NaN if a score is not finite."""
+        if self.non_finite:
+            return (math.nan, math.nan)
+        low, high = self.log_rise.interval(confidence)
+        return (rise(low), rise(high))
 
 
 def compare(
     candidate_GR: Sequence[torch.Tensor],
     reference_GR: Sequence[torch.Tensor],
     kl_GR: Sequence[torch.Tensor] | None = None,
+    *,
+    behaviour_GR: Sequence[torch.Tensor | None] | None = None,
+    clusters_G: Sequence[Hashable] | None = None,
+    confidence: float = 0.95,
 ) -> Divergence:
     """Compare per-token logprobs (and KL, if given) of the same tokens, one tensor a rollout.
 
     Args: lists of G tensors [R_g]; reference logprobs come from the full-precision policy of the
-    same version. Raises ValueError when the lists do not pair up or hold no token at all.
+    same version, behaviour ones from the policy that sampled (None where it is unknown: that
+    rollout's weights are then 1). clusters_G: a label per rollout, equal for those of one prompt;
+    None: every rollout is a cluster. See the module's docstring for what is made of them.
+    Raises ValueError when the lists do not pair up or hold no token at all, or a behaviour logprob
+    is not finite: that is no property of the candidate.
     Non-finite scores do not raise: they are counted, and perplexity_rise becomes NaN.
     """
     _check_pairs(candidate_GR, reference_GR, "reference logprobs")
@@ -155,33 +227,98 @@ def compare(
         ref_R.to(torch.float64) - cand_R.to(torch.float64)
         for cand_R, ref_R in zip(candidate_GR, reference_GR, strict=True)
     ]
+    ratios_GR = _log_ratios(reference_GR, behaviour_GR)
     non_finite = sum(int((~torch.isfinite(delta_R)).sum()) for delta_R in deltas_GR)
     if kl_GR is not None:
         non_finite += sum(
             int((~torch.isfinite(kl_R) | (kl_R < -KL_ROUNDING)).sum()) for kl_R in kl_GR
         )
-    nll = cluster_mean(deltas_GR)
-    kl = cluster_mean(kl_GR) if kl_GR is not None else None
-    deciding, per_sequence = (nll, deltas_GR) if kl is None else (kl, kl_GR or ())
+    nll = cluster_mean(deltas_GR, clusters_G)
+    kl = cluster_mean(kl_GR, clusters_G) if kl_GR is not None else None
+    if kl_GR is not None and kl is not None:
+        deciding, per_sequence, estimator = kl, list(kl_GR), "kl"
+    else:
+        per_sequence = _k3(deltas_GR, ratios_GR)
+        deciding = cluster_mean(per_sequence, clusters_G)
+        estimator = "k3, unweighted" if ratios_GR is None else "k3"
     means = [float(values_R.mean()) if values_R.numel() else -math.inf for values_R in per_sequence]
     worst = max(range(len(means)), key=lambda index: (math.isnan(means[index]), means[index]))
-    low, high = deciding.ci95
-    broken = non_finite > 0
+    reweighted, ess = _reweighted(kl_GR, ratios_GR)
     return Divergence(
-        perplexity_rise=math.nan if broken else rise(deciding.mean),
-        ci=(math.nan, math.nan) if broken else (rise(low), rise(high)),
-        estimator="nll" if kl is None else "kl",
+        perplexity_rise=math.nan if non_finite else rise(deciding.mean),
+        log_rise=deciding,
+        confidence=confidence,
+        estimator=estimator,
         nll_rise=nll.mean,
         nll_rise_se=nll.se,
         nll_perplexity_rise=rise(nll.mean),
         kl=None if kl is None else kl.mean,
         kl_se=None if kl is None else kl.se,
+        token_kl=None if kl_GR is None else _quantile(torch.cat(list(kl_GR)), TAIL),
         worst_sequence_rise=rise(means[worst]),
         worst_sequence=worst,
         tokens=nll.tokens,
-        sequences=nll.clusters,
+        sequences=sum(delta_R.numel() > 0 for delta_R in deltas_GR),
         non_finite=non_finite,
+        kl_reweighted=reweighted,
+        context_ess=ess,
     )
+
+
+def _quantile(values_M: torch.Tensor, share: float) -> float:
+    """Smallest value that at least this share of the values does not exceed."""
+    rank = max(1, math.ceil(share * values_M.numel()))
+    return float(values_M.to(torch.float64).kthvalue(rank).values)
+
+
+def _log_ratios(
+    reference_GR: Sequence[torch.Tensor], behaviour_GR: Sequence[torch.Tensor | None] | None
+) -> list[torch.Tensor] | None:
+    """log(ref / mu) of every token, fp64; None if mu is known of no rollout."""
+    if behaviour_GR is None or all(mu_R is None for mu_R in behaviour_GR):
+        return None
+    known = [
+        ref_R if mu_R is None else mu_R
+        for ref_R, mu_R in zip(reference_GR, behaviour_GR, strict=True)
+    ]
+    _check_pairs(reference_GR, known, "behaviour logprobs")
+    for index, mu_R in enumerate(behaviour_GR):
+        if mu_R is not None and not bool(torch.isfinite(mu_R).all()):
+            raise ValueError(f"rollout {index}: a behaviour logprob is NaN or infinite")
+    return [
+        ref_R.to(torch.float64) - mu_R.to(torch.float64)
+        for ref_R, mu_R in zip(reference_GR, known, strict=True)
+    ]
+
+
+def _k3(
+    deltas_GR: Sequence[torch.Tensor], ratios_GR: Sequence[torch.Tensor] | None
+) -> list[torch.Tensor]:
+    """w * (r - 1 - log r) of every token."""
+    terms_GR = [torch.expm1(-delta_R) + delta_R for delta_R in deltas_GR]
+    if ratios_GR is None:
+        return terms_GR
+    return [
+        ratio_R.exp().clamp(max=TOKEN_CAP) * term_R
+        for ratio_R, term_R in zip(ratios_GR, terms_GR, strict=True)
+    ]
+
+
+def _reweighted(
+    kl_GR: Sequence[torch.Tensor] | None, ratios_GR: Sequence[torch.Tensor] | None
+) -> tuple[float | None, float | None]:
+    """(mean KL on the reference's contexts, effective share of the tokens)."""
+    if ratios_GR is None:
+        return None, None
+    # A token's context is what came before it: its own ratio does not count.
+    before_M = torch.cat([ratio_R.cumsum(0) - ratio_R for ratio_R in ratios_GR])
+    weight_M = before_M.clamp(max=math.log(PREFIX_CAP)).exp()
+    total = float(weight_M.sum())
+    ess = total**2 / (float((weight_M**2).sum()) * weight_M.numel())
+    if kl_GR is None:
+        return None, ess
+    kl_M = torch.cat(list(kl_GR)).to(torch.float64)
+    return float((weight_M * kl_M).sum()) / total, ess
 
 
 def _check_pairs(

@@ -19,6 +19,8 @@ sending it to another process would cost more than keeping it.
 from __future__ import annotations
 
 import hashlib
+import math
+from array import array
 from bisect import insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -42,6 +44,9 @@ class Rollout:
     """Digest of the prompt; equal for the rollouts of one group."""
     advantage: float = 0.0
     """Of its reward over those of its group; only the sign counts here."""
+    logprobs: array[float] | None = None
+    """Of the response's tokens under the policy that sampled them, fp32 (4 bytes a token); None
+    where they are unknown or not finite."""
 
     @property
     def stratum(self) -> str:
@@ -75,7 +80,16 @@ def from_episode(episode: Any) -> Rollout | None:
         policy_version=int(version or 0),
         group=prompt_digest(prompt),
         advantage=float(getattr(episode, "advantage", None) or 0.0),
+        logprobs=_logprobs(getattr(completion, "logprobs", None), len(response)),
     )
+
+
+def _logprobs(values: Any, count: int) -> array[float] | None:
+    """As Rollout keeps them; None if there are not ``count`` finite ones."""
+    if values is None or len(values) != count:
+        return None
+    kept = array("f", (float(value) for value in values))
+    return kept if all(map(math.isfinite, kept)) else None
 
 
 def from_episodes(episodes: Iterable[Any]) -> list[Rollout]:

@@ -11,7 +11,7 @@ from forge_ptq.numerics.divergence import (
     kl_from_logprobs,
     kl_per_token,
     rise,
-    t_quantile_975,
+    t_quantile,
 )
 
 
@@ -80,23 +80,67 @@ def test_interval_covers_the_truth_when_tokens_of_a_rollout_move_together():
     for _ in range(400):
         shared_G1 = torch.randn(10, 1, generator=generator)
         values_GR = shared_G1 + 0.2 * torch.randn(10, 25, generator=generator)
-        low, high = cluster_mean(list(values_GR)).ci95
+        low, high = cluster_mean(list(values_GR)).interval(0.95)
         covered += low <= 0 <= high
     assert 0.92 < covered / 400 < 0.98
 
 
+def test_rollouts_of_one_prompt_are_one_cluster():
+    generator = torch.Generator().manual_seed(7)
+    kl = [torch.rand(n, generator=generator) for n in (3, 5, 2, 7, 1, 4, 0)]
+    together = [torch.cat([kl[0], kl[3]]), torch.cat([kl[1], kl[2], kl[5]]), kl[4]]
+    zeros = [torch.zeros_like(kl_R) for kl_R in kl]
+    result = compare(zeros, zeros, kl, clusters_G=["a", "b", "b", "a", "c", "b", "d"])
+    expected = cluster_mean(together)
+    assert result.log_rise.mean == pytest.approx(expected.mean)
+    assert result.log_rise.se == pytest.approx(expected.se)
+    assert result.log_rise.clusters == 3
+    assert (result.sequences, result.tokens) == (6, 22)
+
+
 @pytest.mark.parametrize(
-    ("degrees", "expected"),
-    [(1, 12.7062), (2, 4.30265), (3, 3.18245), (4, 2.77645), (9, 2.26216), (30, 2.04227)],
+    ("confidence", "degrees", "expected"),
+    [  # published tables
+        (0.95, 1, 12.7062),
+        (0.95, 2, 4.30265),
+        (0.95, 3, 3.18245),
+        (0.95, 9, 2.26216),
+        (0.95, 30, 2.04227),
+        (0.99, 5, 4.03214),
+        (0.999, 4, 8.61030),
+        (0.90, 24, 1.71088),
+        (0.80, 120, 1.28865),
+    ],
 )
-def test_t_quantile(degrees, expected):
-    assert t_quantile_975(degrees) == pytest.approx(expected, rel=3e-3)
+def test_t_quantile_as_tabulated(confidence, degrees, expected):
+    assert t_quantile(confidence, degrees) == pytest.approx(expected, rel=5e-6)
+
+
+@pytest.mark.parametrize("degrees", [1, 2, 5, 8, 31, 127, 1000])
+@pytest.mark.parametrize("confidence", [0.5, 0.95, 1 - 0.05 / 3, 0.999])
+def test_t_quantile_leaves_out_what_the_density_says(confidence, degrees):
+    """Against the integral of the density, by Simpson's rule."""
+    t, steps = t_quantile(confidence, degrees), 20_000
+    x = torch.linspace(0, t, steps + 1, dtype=torch.float64)
+    log_scale = math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)
+    scale = math.exp(log_scale) / math.sqrt(degrees * math.pi)
+    density = scale * (1 + x**2 / degrees) ** (-(degrees + 1) / 2)
+    odd, even = float(density[1:-1:2].sum()), float(density[2:-1:2].sum())
+    inside = 2 * t / steps / 3 * (float(density[0] + density[-1]) + 4 * odd + 2 * even)
+    assert 1 - inside == pytest.approx(1 - confidence, rel=1e-4)
+
+
+def test_t_quantile_edges():
+    assert t_quantile(0.95, 0) == math.inf
+    for confidence in (0.0, 1.0, math.nan):
+        with pytest.raises(ValueError, match="between 0 and 1"):
+            t_quantile(confidence, 5)
 
 
 def test_one_cluster_has_no_standard_error():
     result = cluster_mean([torch.ones(5)])
     assert result.se == math.inf
-    assert result.ci95 == (-math.inf, math.inf)
+    assert result.interval(0.95) == (-math.inf, math.inf)
 
 
 def test_compare_reports_both_estimates_and_the_worst_rollout():
@@ -115,12 +159,46 @@ def test_compare_reports_both_estimates_and_the_worst_rollout():
     assert result.ci[0] < result.perplexity_rise < result.ci[1]
 
 
-def test_without_kl_the_paired_nll_decides():
+def test_without_kl_the_logprobs_decide_by_k3():
     ref, cand = [torch.tensor([-1.0]), torch.tensor([-1.0])], [torch.tensor([-1.2])] * 2
     result = compare(cand, ref)
-    assert result.estimator == "nll"
+    assert result.estimator == "k3, unweighted"
     assert result.kl is None
-    assert result.perplexity_rise == pytest.approx(math.expm1(0.2))
+    assert result.token_kl is None
+    k3 = math.exp(-0.2) - 1 + 0.2
+    assert result.perplexity_rise == pytest.approx(math.expm1(k3), rel=1e-6)
+    assert result.nll_perplexity_rise == pytest.approx(math.expm1(0.2), rel=1e-6)
+    mu = [torch.tensor([-1.5]), None]
+    result = compare(cand, ref, behaviour_GR=mu)
+    assert result.estimator == "k3"
+    assert result.log_rise.mean == pytest.approx((math.exp(0.5) + 1) / 2 * k3, rel=1e-6)
+    far = compare(cand, ref, behaviour_GR=[torch.tensor([-20.0])] * 2)
+    assert far.log_rise.mean == pytest.approx(10 * k3, rel=1e-6), "weights are capped"
+    assert compare(cand, ref, behaviour_GR=[None, None]).estimator == "k3, unweighted"
+
+
+def test_intervals_at_other_levels_are_nested():
+    generator = torch.Generator().manual_seed(6)
+    kl = [0.02 * torch.rand(9, generator=generator) for _ in range(12)]
+    zeros = [torch.zeros(9)] * 12
+    result = compare(zeros, zeros, kl, confidence=0.9)
+    assert result.ci == result.interval(0.9)
+    low, high = result.interval(0.99)
+    assert low < result.ci[0] < result.perplexity_rise < result.ci[1] < high
+    expected = cluster_mean(kl).interval(0.9)
+    assert result.ci == pytest.approx([math.expm1(bound) for bound in expected])
+
+
+@pytest.mark.parametrize("count", [1, 2, 99, 100, 101, 1000])
+def test_token_kl_is_the_value_that_one_in_a_hundred_exceeds(count):
+    kl = torch.randperm(count, generator=torch.Generator().manual_seed(count)).float()
+    parts = list(kl.split(7))
+    result = compare(
+        [torch.zeros_like(p) for p in parts], [torch.zeros_like(p) for p in parts], parts
+    )
+    expected = sorted(kl.tolist())[max(0, math.ceil(0.99 * count) - 1)]
+    assert result.token_kl == expected
+    assert sum(value > expected for value in kl.tolist()) <= 0.01 * count
 
 
 def test_kl_estimates_the_nll_rise_with_less_variance():
@@ -142,9 +220,12 @@ def test_kl_estimates_the_nll_rise_with_less_variance():
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", ["candidate", "reference", "kl"])
 def test_non_finite_scores_are_counted_and_spoil_the_estimate(bad, where):
-    parts = {name: [torch.zeros(3), torch.zeros(2)] for name in ("candidate", "reference", "kl")}
+    names = ("candidate", "reference", "kl", "behaviour")
+    parts = {name: [torch.zeros(3), torch.zeros(2)] for name in names}
     parts[where][1][0] = bad
-    result = compare(parts["candidate"], parts["reference"], parts["kl"])
+    result = compare(
+        parts["candidate"], parts["reference"], parts["kl"], behaviour_GR=parts["behaviour"]
+    )
     assert result.non_finite == 1
     assert math.isnan(result.perplexity_rise)
     assert all(math.isnan(bound) for bound in result.ci)
@@ -160,6 +241,12 @@ def test_pairs_must_match():
         compare([torch.zeros(1)] * 2, [torch.zeros(1)])
     with pytest.raises(ValueError, match="rollout 0"):
         compare([torch.zeros(2)], [torch.zeros(3)])
+    with pytest.raises(ValueError, match="behaviour logprobs"):
+        compare([torch.zeros(2)], [torch.zeros(2)], behaviour_GR=[torch.zeros(3)])
+    with pytest.raises(ValueError, match="rollout 0: a behaviour logprob is NaN"):
+        compare([torch.zeros(1)], [torch.zeros(1)], behaviour_GR=[torch.tensor([math.nan])])
+    with pytest.raises(ValueError, match="zip"):
+        compare([torch.zeros(1)] * 2, [torch.zeros(1)] * 2, clusters_G=["one"])
     with pytest.raises(ValueError, match="no scored tokens"):
         compare([], [])
 
