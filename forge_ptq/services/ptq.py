@@ -37,8 +37,8 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from forge_ptq import store
 from forge_ptq.artifact import ArtifactRef
@@ -50,7 +50,10 @@ from forge_ptq.services.merger import StatsMerger
 from forge_ptq.services.replicas import PublishError
 from forge_ptq.services.sampler import Rollout, RolloutSampler
 from forge_ptq.services.schedule import Due, Schedule
-from forge_ptq.services.verdict import Verdict
+from forge_ptq.services.verdict import Rollback, Verdict
+
+if TYPE_CHECKING:
+    from forge_ptq.mismatch import SequenceMismatch
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +94,7 @@ class PTQ:
         merger: Any | None = None,
         coordinator: Any | None = None,
         inject: Sequence[Any] = (),
+        state: Mapping[str, Any] | None = None,
     ) -> PTQ:
         """cfg: config.PTQConfig. policy, quantizer: handles (service or actor) of the running
         generator and Quantizer. merger, coordinator: handles of the StatsMerger service and the
@@ -102,16 +106,38 @@ class PTQ:
         if coordinator is None:
             coordinator = await Coordinator.options(mesh_name="coordinator").as_actor()
         fleet = await QuantizerFleet.launch(cfg, quantizer, merger, coordinator)
-        return await cls.attach(cfg, policy, fleet, inject)
+        return await cls.attach(cfg, policy, fleet, inject, state)
 
     @classmethod
-    async def attach(cls, cfg: Any, policy: Any, fleet: Any, inject: Sequence[Any] = ()) -> PTQ:
+    async def attach(
+        cls,
+        cfg: Any,
+        policy: Any,
+        fleet: Any,
+        inject: Sequence[Any] = (),
+        state: Mapping[str, Any] | None = None,
+    ) -> PTQ:
         """A publisher over a fleet that runs; it goes on from what the store says serves."""
         ptq = cls(cfg, policy, fleet, inject)
         committed = await store.get_committed()
         if committed is not None:
             ptq._serving.append(committed)
         return ptq
+
+    async def watch(
+        self, training_step: int, records: Sequence[SequenceMismatch], oldest_usable: int
+    ) -> Rollback | None:
+        """What was trained on says how good what serves is. Call after every training step.
+
+        records: one per trained sequence. oldest_usable: oldest version whose rollouts can still be
+        trained on. What fails its probation is taken back: to the last confirmed artifact, else to
+        the serving version in bf16. Never raises for what can go wrong in it.
+        """
+        return None
+
+    def state(self) -> dict[str, Any]:
+        """What is remembered between publishes, as JSON; ``attach`` takes it."""
+        return {}
 
     @property
     def served_version(self) -> int:

@@ -1,4 +1,5 @@
-"""Verdict: what became of one publish, with every number that the decision used."""
+"""Verdict: what became of one publish, with every number that the decision used; Rollback: what was
+taken back after the fact."""
 
 from __future__ import annotations
 
@@ -7,7 +8,9 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Outcome = Literal["accepted", "fell_back", "kept"]
+from forge_ptq.services.ladder import Transition
+
+Outcome = Literal["accepted", "demoted", "fell_back", "kept"]
 
 
 @dataclass
@@ -16,8 +19,9 @@ class Verdict:
 
     What was not measured, because the publish did not get that far, is None.
 
-    outcome: "accepted" - the quantized candidate serves; "fell_back" - this version serves in bf16;
-    "kept" - nothing changed, the generator serves what it served before.
+    outcome: "accepted" - the candidate serves, quantized as planned; "demoted" - it serves with
+    some layers in a better scheme than planned; "fell_back" - this version serves in bf16; "kept"
+    - nothing changed, the generator serves what it served before.
     """
 
     version: int
@@ -25,9 +29,9 @@ class Verdict:
     reason: str = ""
     """Why, in one sentence with the numbers."""
     refused: bool = False
-    """A quantized candidate was probed and its scores refused it (also if bf16 then took over)."""
+    """A quantized candidate was judged and refused (also if another one then took over)."""
     artifact_id: str | None = None
-    """The artifact that serves (accepted, fell_back) or was refused."""
+    """The artifact that serves (accepted, demoted, fell_back) or was refused last."""
     scheme: str = ""
     """Schemes of the candidate's layers with their counts, as in "int8_dynamic:28 bf16:4"."""
     perplexity_rise: float | None = None
@@ -41,10 +45,34 @@ class Verdict:
     ci: tuple[float, float] | None = None
     """95 % interval of perplexity_rise, clustered by rollout."""
     worst_sequence_rise: float | None = None
+    token_kl: float | None = None
+    """99th percentile of the tokens' KL, nats."""
+    probe_looks: int = 0
+    """How often the guard looked; it asks for more rollouts while they do not decide."""
     probe_tokens: int = 0
     probe_sequences: int = 0
     flop_share: dict[str, float] | None = None
     """Share of the linear layers' FLOPs by scheme, lm_head not counted."""
+    attempts: int = 0
+    """Candidates made."""
+    demotions: int = 0
+    """Steps down taken for this version."""
+    promoted: bool = False
+    """A step was taken back, on trial."""
+    level: int = 0
+    """Steps down from the plan, after this publish."""
+    demoted_share: float | None = None
+    """Share of the linear FLOPs in a better scheme than planned."""
+    weight_error: float | None = None
+    """Largest |W - dequantized| / |W| of a layer (Frobenius norms)."""
+    weight_error_layer: str = ""
+    code_flip_fraction: float | None = None
+    """Share of the int8 weight codes that changed since the version quantized before."""
+    companion_id: str | None = None
+    """The same version in bf16 that serves beside it (ptq.ab, ptq.precision_by_load)."""
+    transitions: tuple[Transition, ...] = ()
+    """Of the state machine in ladder.py, in order; those of probations since the last publish
+    come first."""
     calibrated: bool = False
     """This publish made the scales anew."""
     calibration_reason: str = ""
@@ -91,6 +119,39 @@ class Verdict:
     def to_dict(self) -> dict[str, Any]:
         """JSON-able; what is not finite becomes None."""
         return {key: _plain(value) for key, value in dataclasses.asdict(self).items()}
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """What ``PTQ.watch`` took back. artifact_from served and never will again; artifact_to serves.
+
+    exact: artifact_to is the very artifact that was confirmed before; otherwise it is version_to
+    made anew in bf16. behind: generator replicas that had not said within the deadline that they
+    serve it; they end themselves and come back with it.
+    """
+
+    version_from: int
+    version_to: int
+    artifact_from: str
+    artifact_to: str
+    reason: str
+    exact: bool
+    behind: int
+    transitions: tuple[Transition, ...]
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able; what is not finite becomes None."""
+        return {key: _plain(value) for key, value in dataclasses.asdict(self).items()}
+
+    def __str__(self) -> str:
+        how = "exactly" if self.exact else "in bf16"
+        late = f"; {self.behind} replicas are behind" if self.behind else ""
+        return (
+            f"version {self.version_from} ({self.artifact_from}) was rolled back to version "
+            f"{self.version_to} {how} ({self.artifact_to}) in {self.seconds:.1f} s: "
+            f"{self.reason}{late}"
+        )
 
 
 def _plain(value: Any) -> Any:

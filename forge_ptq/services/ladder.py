@@ -1,0 +1,332 @@
+"""What follows a refusal, step by step, and what is remembered of it between publishes. Pure: no
+I/O, no actors, no clock.
+
+One version on its way (``Passage``), from the first candidate to what becomes of what serves:
+
+                   more rollouts
+                     +------+
+                     |      v
+    PREPARE -------> PROBED ------> ACCEPTED ------> COMMITTED -----------> CONFIRMED
+     ^ ^ |             |               |                | quantized         ^      |
+     | | |        gate |    plan found |                v                   |      | fails later
+     | | |             v        guilty |             PROBATION -------------+      |
+     | | |          REFUSED <----------+                | fails                    |
+     | | |             |                                v                          |
+     | | |             +--> DEMOTE (attempt n) --+   CONDEMNED <-------------------+
+     | +-|-------------|-------------------------+      | while it or its plan serves
+     |   |             +--> BF16 --+                    v
+     +---|-------------|-----------+                 ROLLED_BACK
+         |             +--> KEEP
+         +--> FAILED --> BF16 | KEEP          FAILED: from every state before COMMITTED
+
+``PREPARE`` is calibrate (if due), quantize and stage. Full precision needs no scores: from PREPARE
+straight to ACCEPTED, from COMMITTED to CONFIRMED. What is owed (below) is paid from PREPARE to
+DEMOTE or BF16, before the first candidate. Any other transition raises LadderError: it would be a
+bug in the publisher. Each transition carries the numbers that caused it.
+
+Between publishes (``Ladder``) demotions are a stack of steps, each {layer: better scheme}; what
+they come to together lies over whatever plan is live, wherever it still is an upgrade.
+
+    refused, or probation failed     one step more; good publishes in a row start again from 0
+    recover_after good publishes     the latest step is taken back, on trial
+    a failure while on trial         the same step again, and the next time it is taken back only
+                                     after twice as many good publishes
+    as many good publishes again     the trial is over
+
+A publish is good if its first candidate passed. One that failed for another reason than its quality
+counts neither way. A failed probation *owes* a step: it is taken where layers can be ranked, at the
+next publish. Where ``on_reject`` has no demote, a failed probation's step is the whole model in
+bf16, taken back like any other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+SCHEMA = 1
+BETTER: Mapping[str, int] = {"int8_static": 0, "int8_dynamic": 1, "bf16": 2}
+"""Order of the schemes."""
+BANNED_KEPT = 1000
+LONGEST = 2**16
+"""Most good publishes that taking a step back is made to wait for."""
+
+
+class LadderError(RuntimeError):
+    """A transition that the state machine does not have."""
+
+
+class State(StrEnum):
+    """See the module's docstring."""
+
+    PREPARE = "prepare"
+    PROBED = "probed"
+    ACCEPTED = "accepted"
+    REFUSED = "refused"
+    FAILED = "failed"
+    DEMOTE = "demote"
+    BF16 = "bf16"
+    KEEP = "keep"
+    COMMITTED = "committed"
+    PROBATION = "probation"
+    CONFIRMED = "confirmed"
+    CONDEMNED = "condemned"
+    ROLLED_BACK = "rolled_back"
+
+
+_S = State
+ALLOWED: Mapping[State, frozenset[State]] = {
+    _S.PREPARE: frozenset(
+        {_S.PROBED, _S.ACCEPTED, _S.REFUSED, _S.FAILED, _S.DEMOTE, _S.BF16, _S.KEEP}
+    ),
+    _S.PROBED: frozenset({_S.PROBED, _S.ACCEPTED, _S.REFUSED, _S.FAILED}),
+    _S.ACCEPTED: frozenset({_S.COMMITTED, _S.REFUSED, _S.FAILED}),
+    _S.REFUSED: frozenset({_S.DEMOTE, _S.BF16, _S.KEEP, _S.FAILED}),
+    _S.FAILED: frozenset({_S.BF16, _S.KEEP}),
+    _S.DEMOTE: frozenset({_S.PREPARE, _S.FAILED}),
+    _S.BF16: frozenset({_S.PREPARE}),
+    _S.KEEP: frozenset(),
+    _S.COMMITTED: frozenset({_S.PROBATION, _S.CONFIRMED}),
+    _S.PROBATION: frozenset({_S.CONFIRMED, _S.CONDEMNED}),
+    _S.CONFIRMED: frozenset({_S.CONDEMNED}),
+    _S.CONDEMNED: frozenset({_S.ROLLED_BACK}),
+    _S.ROLLED_BACK: frozenset(),
+}
+
+
+@dataclass(frozen=True)
+class Transition:
+    """One arrow of the diagram, and the numbers that caused it."""
+
+    from_: str
+    to: str
+    why: str
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    version: int = 0
+    artifact_id: str | None = None
+
+    def __str__(self) -> str:
+        numbers = ", ".join(f"{name} {value:.4g}" for name, value in self.numbers.items())
+        which = f" {self.artifact_id}" if self.artifact_id else ""
+        text = f"version {self.version}{which}: {self.from_} -> {self.to}: {self.why}"
+        return f"{text} ({numbers})" if numbers else text
+
+
+class Passage:
+    """The state of one version. Raises LadderError for an arrow that the diagram does not have."""
+
+    def __init__(self, version: int, state: State = State.PREPARE) -> None:
+        self.version = version
+        self.state = state
+        self.transitions: list[Transition] = []
+
+    def to(
+        self,
+        state: State,
+        why: str,
+        numbers: Mapping[str, float] | None = None,
+        artifact_id: str | None = None,
+    ) -> Transition:
+        """Take an arrow; numbers that are not finite are left as they are."""
+        if state not in ALLOWED[self.state]:
+            raise LadderError(
+                f"version {self.version}: no transition from {self.state} to {state} ({why}); "
+                f"expected one of {', '.join(sorted(ALLOWED[self.state])) or 'none'}"
+            )
+        taken = Transition(
+            str(self.state), str(state), why, dict(numbers or {}), self.version, artifact_id
+        )
+        self.state = state
+        self.transitions.append(taken)
+        return taken
+
+
+def next_rung(
+    on_reject: Sequence[str], demotions: int, attempts: int, *, can_demote: bool = True
+) -> State:
+    """What follows a refusal, given the demotions made for this version so far."""
+    if "demote" in on_reject and demotions < attempts and can_demote:
+        return State.DEMOTE
+    return State.BF16 if "bf16" in on_reject else State.KEEP
+
+
+@dataclass(frozen=True)
+class Move:
+    """One fused group to its next better scheme."""
+
+    layers: tuple[str, ...]
+    old: str
+    new: str
+    flops: float
+    """Share of the model's linear FLOPs."""
+
+
+def pick(moves: Iterable[Move], share: float) -> dict[str, str]:
+    """The demotion: first moves of the ranking, one per group, until they hold this share of the
+    linear FLOPs (at least one; all there are if that is less). Empty if there is nothing better."""
+    chosen: dict[str, str] = {}
+    moved = 0.0
+    for move in moves:
+        if moved >= share * (1 - 1e-9):
+            break
+        if any(layer in chosen for layer in move.layers):
+            continue
+        chosen.update(dict.fromkeys(move.layers, move.new))
+        moved += move.flops
+    return chosen
+
+
+def overlaid(planned: Mapping[str, str], overlay: Mapping[str, str]) -> dict[str, str]:
+    """The planned schemes, each layer with the overlay's where that is better."""
+    return {
+        name: overlay[name] if BETTER[overlay.get(name, scheme)] > BETTER[scheme] else scheme
+        for name, scheme in planned.items()
+    }
+
+
+@dataclass(frozen=True)
+class Step:
+    """One demotion. layers: {layer: scheme}; whole: every layer in bf16."""
+
+    layers: Mapping[str, str] = field(default_factory=dict)
+    whole: bool = False
+    failures: int = 0
+    """How often it was taken back in vain."""
+
+    def improves(self, schemes: Mapping[str, str]) -> bool:
+        """Whether it makes anything better than these schemes of the layers."""
+        if self.whole:
+            return any(scheme != "bf16" for scheme in schemes.values())
+        return overlaid(schemes, self.layers) != dict(schemes)
+
+
+class Ladder:
+    """What is remembered between publishes. See the module's docstring.
+
+    recover_after: good publishes before a step is taken back.
+    """
+
+    def __init__(self, recover_after: int) -> None:
+        self.recover_after = recover_after
+        self.steps: list[Step] = []
+        self.streak = 0
+        """Good publishes in a row since the last failure or promotion."""
+        self.trial: Step | None = None
+        """The step taken back last, until it has proved unnecessary."""
+        self.owed = 0
+        """Steps that failed probations have asked for and that are not taken yet."""
+        self.banned: dict[str, int] = {}
+        """Artifact id -> version, of what was rolled back: never served again."""
+        self.condemned: list[str] = []
+        """Plans found guilty in this process, in order; a candidate made before is not served."""
+
+    @property
+    def overlay(self) -> dict[str, str]:
+        """What all steps come to, {layer: scheme}."""
+        merged: dict[str, str] = {}
+        for step in self.steps:
+            for name, scheme in step.layers.items():
+                if name not in merged or BETTER[scheme] > BETTER[merged[name]]:
+                    merged[name] = scheme
+        return merged
+
+    @property
+    def whole(self) -> bool:
+        """Whether some step puts the whole model into bf16."""
+        return any(step.whole for step in self.steps)
+
+    @property
+    def level(self) -> int:
+        """Steps down from the plan."""
+        return len(self.steps)
+
+    def needed(self, step: Step) -> int:
+        """Good publishes in a row before this step may be taken back, or its trial is over."""
+        return min(self.recover_after * 2**step.failures, max(LONGEST, self.recover_after))
+
+    def begin(self) -> Step | None:
+        """At the start of a publish: the step that is now taken back, on trial; None if none is."""
+        if self.owed or not self.steps or self.streak < self.needed(self.steps[-1]):
+            return None
+        self.trial = self.steps.pop()
+        self.streak = 0
+        return self.trial
+
+    def passed(self) -> None:
+        """A good publish."""
+        self.streak += 1
+        if self.trial is not None and self.streak >= self.needed(self.trial):
+            self.trial = None
+
+    def failed(self) -> None:
+        """A candidate was refused."""
+        self.streak = 0
+
+    def again(self, schemes: Mapping[str, str]) -> Step | None:
+        """The step on trial, which is to be taken again with a longer wait, if it improves these
+        schemes (of the candidate that failed); the trial is over either way."""
+        step, self.trial = self.trial, None
+        if step is None or not step.improves(schemes):
+            return None
+        return replace(step, failures=step.failures + 1)
+
+    def push(self, step: Step) -> None:
+        """Take a step; it pays for one that is owed."""
+        self.steps.append(step)
+        self.streak = 0
+        self.owed = max(0, self.owed - 1)
+
+    def condemn(self, plan: str, artifacts: Mapping[str, int]) -> None:
+        """A probation failed: {artifact id: version} are never served again, one step is owed."""
+        self.banned |= artifacts
+        for old in list(self.banned)[: max(0, len(self.banned) - BANNED_KEPT)]:
+            del self.banned[old]
+        self.condemned.append(plan)
+        self.streak = 0
+        self.owed += 1
+
+    def guilty_since(self, mark: int, plan: str) -> bool:
+        """Whether the plan was condemned after ``len(condemned)`` was mark."""
+        return plan in self.condemned[mark:]
+
+    def state(self) -> dict[str, Any]:
+        """All of it as JSON, but for what only matters to a publish under way."""
+        return {
+            "schema": SCHEMA,
+            "steps": [_step(step) for step in self.steps],
+            "streak": self.streak,
+            "trial": None if self.trial is None else _step(self.trial),
+            "owed": self.owed,
+            "banned": dict(self.banned),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Inverse of ``state``; ValueError for anything else."""
+        try:
+            if state["schema"] != SCHEMA:
+                raise ValueError(f"ladder: schema {state['schema']!r}, this code reads {SCHEMA}")
+            self.steps = [_restored(step) for step in state["steps"]]
+            self.streak, self.owed = int(state["streak"]), int(state["owed"])
+            self.trial = None if state["trial"] is None else _restored(state["trial"])
+            self.banned = {str(name): int(v) for name, v in state["banned"].items()}
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"ladder: not a stored state: {error!r}") from error
+
+
+def _step(step: Step) -> dict[str, Any]:
+    return {"layers": dict(step.layers), "whole": step.whole, "failures": step.failures}
+
+
+def _restored(record: Mapping[str, Any]) -> Step:
+    unknown = set(record["layers"].values()) - set(BETTER)
+    if unknown:
+        raise ValueError(f"ladder: unknown scheme {sorted(unknown)[0]!r}")
+    return Step(dict(record["layers"]), bool(record["whole"]), int(record["failures"]))
+
+
+def finite(numbers: Mapping[str, float | None]) -> dict[str, float]:
+    """The numbers that were measured and are numbers."""
+    return {k: float(v) for k, v in numbers.items() if v is not None and math.isfinite(v)}
