@@ -57,7 +57,7 @@ class Publisher:
 
     def measure(self) -> dict[str, Any]:
         """Start sequences, publish the next version, let everything finish."""
-        from forge_ptq.engine.core import Candidate
+        from forge_ptq.engine.staging import Candidate
 
         self.version += 1
         model = Path(self.arguments["engine_args"]["model"])

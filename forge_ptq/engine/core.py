@@ -1,142 +1,68 @@
 """The state machine of the two slots. Everything here runs on the engine thread.
 
 slot states     empty -> filling -> ready;  one slot is live, the other idle
+roles of an idle slot that is ready:
+
+    stage -----> candidate --commit--> live --commit of the other--> previous --rollback--> live
+                     |                  |                                |
+                  discard      rollback of the other                 next stage
+                     v                  v                                v
+                  retired           candidate                         (empty)
+                     ^
+                  discard, next stage
+                     |
+    accompany -> companion
+
 stage           idle slot: wait until its last sequences ended (or move them), clear, fill
 probe           score sequences under the idle slot, in steps of its lane
 commit          idle becomes live: new requests start there, running ones finish where they are
-rollback        the same flip back, to a slot that has served before
-discard         forget a candidate that has never served
+rollback        the same flip back, to a slot that was live before
+discard         forget a candidate or a companion; a version to roll back to stays
+accompany       stage the live version in bf16, to take requests beside the live slot
+
+A companion takes no new request from the moment the next stage or accompany begins, or a discard;
+it takes the place of the version before, which can then no longer be rolled back to.
 """
 
 from __future__ import annotations
 
-import itertools
+import logging
 import time
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
-from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from forge_ptq.engine.layout import FillPlan
-from forge_ptq.engine.probe import HiddenCapture, check_sequence, score
-from forge_ptq.engine.serving import Pending, Serving, check_tokens
+from forge_ptq.engine.admission import Admission
 from forge_ptq.engine.slots import SLOTS
-from forge_ptq.engine.thread import WAIT, Job
-from forge_ptq.engine.types import (
-    CommitReport,
-    ProbeScore,
-    ProbeSequence,
-    SlotInfo,
-    SlotStateError,
-    StageReport,
-)
+from forge_ptq.engine.staging import Staging
+from forge_ptq.engine.types import CommitReport, Role, SlotInfo, SlotStateError
 
-T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+CHECKPOINT = "checkpoint"
+"""Artifact id of what the engine was started from."""
 
 
-@dataclass
-class Candidate:
-    """What a slot is to be filled with."""
-
-    artifact_id: str
-    policy_version: int
-    plan: FillPlan
-    load_s: float = 0.0
-    started: float = field(default_factory=time.perf_counter)
-
-
-class SlotEngine(Serving):
+class SlotEngine(Staging):
     """vLLM with two slots; a ``Steppable`` for ``EngineThread``."""
 
-    def __init__(self, engine: LLMEngine, *, idle_lane_tokens: int | None = None) -> None:
-        super().__init__(engine, idle_lane_tokens=idle_lane_tokens)
-        self.capture = HiddenCapture(self.runner.model, self.runner)
-        self.staging = False
-        self.probing = 0
-        self._fills = itertools.count(1)
+    def __init__(
+        self,
+        engine: LLMEngine,
+        *,
+        idle_lane_tokens: int | None = None,
+        admission: Admission | None = None,
+    ) -> None:
+        super().__init__(engine, idle_lane_tokens=idle_lane_tokens, admission=admission)
         self.slots[0] = SlotInfo(
-            artifact_id="checkpoint",
+            artifact_id=CHECKPOINT,
             policy_version=0,
             layers=self.bank.layer_schemes(0),
             state="ready",
-            served=True,
+            role="live",
             salt="fill-0",
             bytes=self.bank.nbytes(0),
         )
-
-    def stage(self, candidate: Candidate, drain_deadline_s: float) -> Job[StageReport]:
-        """Begin to fill the idle slot; refuses at once if that cannot be. The job does the work."""
-        if self.staging:
-            raise SlotStateError("another artifact is being staged; discard it or wait")
-        if self.probing:
-            raise SlotStateError("the idle slot is being probed; wait for the scores")
-        self.stats.begin_window()
-        return _started(self._stage(candidate, drain_deadline_s))
-
-    def _stage(self, candidate: Candidate, drain_deadline_s: float) -> Job[StageReport]:
-        slot = self.idle
-        begun = time.perf_counter()
-        filled = False
-        self.staging = True
-        try:
-            yield None
-            resubmitted = yield from self._drain(slot, begun + drain_deadline_s)
-            drained = time.perf_counter()
-            self.slots[slot] = SlotInfo(state="filling")
-            self.bank.activate(self.live)
-            self.bank.clear(slot)
-            nbytes = candidate.plan.nbytes
-            busy = 0.0
-            pieces = self.bank.fill(slot, candidate.plan)
-            more = True
-            while more:
-                piece = time.perf_counter()
-                more = next(pieces, self) is None
-                busy += time.perf_counter() - piece
-                yield None
-            filled = True
-        finally:
-            self.staging = False
-            if not filled and self.slots[slot].state == "filling":
-                self.bank.clear(slot)
-                self.slots[slot] = SlotInfo()
-        now = time.perf_counter()
-        self.slots[slot] = SlotInfo(
-            artifact_id=candidate.artifact_id,
-            policy_version=candidate.policy_version,
-            layers=self.bank.layer_schemes(slot),
-            state="ready",
-            salt=f"fill-{next(self._fills)}-{candidate.artifact_id}",
-            bytes=self.bank.nbytes(slot),
-        )
-        return StageReport(
-            artifact_id=candidate.artifact_id,
-            policy_version=candidate.policy_version,
-            slot=slot,
-            bytes=nbytes,
-            stage_s=now - candidate.started,
-            load_s=candidate.load_s,
-            drain_s=drained - begun,
-            fill_s=now - drained,
-            busy_s=busy,
-            resubmitted=resubmitted,
-        )
-
-    def _drain(self, slot: int, deadline: float) -> Job[int]:
-        """Wait for an idle slot's sequences; past the deadline restart them on the live one."""
-        while self._serving[slot]:
-            if time.perf_counter() < deadline:
-                yield WAIT
-                continue
-            late = [r for r in self._pending.values() if r.slot == slot and r.future is not None]
-            for request in late:
-                self._remove(request.request_id)
-                request.slot, request.request_id = self.live, self._new_id("again")
-                request.resubmitted += 1
-                self._admit(request)
-            return len(late)
-        return 0
 
     def commit(self, artifact_id: str) -> CommitReport:
         """Make the staged artifact live; SlotStateError unless it is completely staged."""
@@ -144,27 +70,53 @@ class SlotEngine(Serving):
         if self.staging or info.state != "ready" or info.artifact_id != artifact_id:
             held = "an artifact being staged" if self.staging else repr(info.artifact_id)
             raise SlotStateError(f"cannot commit {artifact_id!r}: the idle slot holds {held}")
+        if info.role != "candidate":
+            raise SlotStateError(
+                f"cannot commit {artifact_id!r}: the idle slot holds it as {info.role}"
+            )
         if self.probing:
             raise SlotStateError(f"cannot commit {artifact_id!r}: it is being probed")
-        return self._flip()
+        return self._flip("previous")
 
-    def rollback(self) -> CommitReport:
-        """Go back to the slot that served before; SlotStateError if it is gone or never served."""
+    def rollback(self, artifact_id: str | None = None) -> CommitReport:
+        """Go back to the slot that was live before; SlotStateError if it is gone.
+
+        artifact_id: what it must hold; None takes whatever it holds.
+        """
         info = self.slots[self.idle]
-        if self.staging or self.probing or info.state != "ready" or not info.served:
+        if self.staging or self.probing or info.role != "previous":
             raise SlotStateError("cannot roll back: the idle slot holds no version that has served")
+        if artifact_id not in (None, info.artifact_id):
+            raise SlotStateError(
+                f"cannot roll back to {artifact_id!r}: the slot holds {info.artifact_id!r}"
+            )
         self.stats.begin_window()
-        report = self._flip()
-        self.slots[self.idle].served = False  # rolling forward again takes a commit
-        return report
+        return self._flip("candidate")  # rolling forward again takes a commit
 
-    def _flip(self) -> CommitReport:
+    def take_up(self, artifact_id: str | None) -> bool:
+        """Serve an artifact (None: the checkpoint) if a slot holds it; whether it serves now.
+
+        What served is retired: it was not what is committed, so nobody may roll back to it.
+        """
+        artifact_id = artifact_id or CHECKPOINT
+        info = self.slots[self.idle]
+        if self.slots[self.live].artifact_id == artifact_id:
+            return not self.slots[self.live].damaged
+        if self.staging or self.probing or info.artifact_id != artifact_id:
+            return False
+        if info.role not in ("candidate", "previous"):
+            return False
+        self._flip("retired")
+        return True
+
+    def _flip(self, leave: Role) -> CommitReport:
+        """Make the idle slot live; ``leave`` is what the other becomes."""
         started = time.perf_counter()
         self.bank.live = self.idle
         self.bank.activate(self.bank.live)
         flip_s = time.perf_counter() - started
-        info = self.slots[self.live]
-        info.served = True
+        info, before = self.slots[self.live], self.slots[self.idle]
+        info.role, before.role = "live", "retired" if before.damaged else leave
         assert info.artifact_id is not None
         assert info.policy_version is not None
         return CommitReport(
@@ -177,70 +129,39 @@ class SlotEngine(Serving):
             draining=self._serving[self.idle],
         )
 
-    def discard(self) -> bool:
-        """Empty the idle slot if it holds a candidate that never served; True if it did."""
+    def discard(self, previous: bool = False) -> bool:
+        """Forget what the idle slot holds beside a version to roll back to; True if it did.
+
+        Its sequences finish in it first, if it has any. previous: forget such a version too.
+        """
         info = self.slots[self.idle]
-        if self.staging or self.probing or info.state != "ready" or info.served:
+        kinds = ("candidate", "companion", "previous") if previous else ("candidate", "companion")
+        if self.staging or self.probing or info.role not in kinds:
             return False
-        if self._serving[self.idle]:
-            return False  # a version that was rolled back still finishes its sequences
-        self.bank.activate(self.live)
-        self.bank.clear(self.idle)
-        self.slots[self.idle] = SlotInfo()
+        info.role = "retired"
+        if not self._serving[self.idle]:
+            self.bank.activate(self.live)
+            self.bank.clear(self.idle)
+            self.slots[self.idle] = SlotInfo()
         return True
 
-    def probe(self, sequences: list[ProbeSequence]) -> Job[list[ProbeScore]]:
-        """Begin to score sequences under the idle slot; refuses at once if it is not ready."""
-        info = self.slots[self.idle]
-        if self.staging or info.state != "ready":
-            raise SlotStateError("cannot probe: no artifact is completely staged in the idle slot")
-        counts = [check_sequence(s, self.hidden_size) for s in sequences]
-        for sequence in sequences:
-            check_tokens(sequence.token_ids[:-1], self.max_model_len, self.vocab_size)
-            check_tokens(sequence.token_ids[-1:], self.max_model_len, self.vocab_size)
-        return _started(self._probe(self.idle, sequences, counts))
+    def damage_live(self, layer: str | None = None, factor: float = 8.0) -> str:
+        """Debug: multiply the live slot's weight scales of one layer in place; returns its name.
 
-    def _probe(
-        self, slot: int, sequences: list[ProbeSequence], counts: list[int]
-    ) -> Job[list[ProbeScore]]:
-        requests: list[Pending] = []
-        self.probing += 1
-        try:
-            yield None
-            params = SamplingParams(
-                max_tokens=1,
-                temperature=0.0,
-                detokenize=False,
-                ignore_eos=True,
-                skip_reading_prefix_cache=True,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            )
-            for sequence, count in zip(sequences, counts, strict=True):
-                prompt = list(sequence.token_ids[:-1])
-                request = Pending(self._new_id("probe"), prompt, params, 0, slot, None, 0.0)
-                self._admit(request)
-                requests.append(request)
-                first = sequence.response_start - 1
-                self.capture.want(request.internal_id, first, count, self.hidden_size)
-                yield None
-            while any(request.request_id in self._pending for request in requests):
-                yield WAIT
-            hidden = [self.capture.take(request.internal_id) for request in requests]
-            logits = self.runner.model.logits_processor
-            return (
-                yield from score(
-                    sequences,
-                    hidden,
-                    self.bank.head_weight(slot),
-                    scale=logits.scale,
-                    soft_cap=logits.soft_cap,
-                )
-            )
-        finally:
-            self.probing -= 1
-            for request in requests:
-                self._remove(request.request_id)
-                self.capture.drop(request.internal_id)
+        Default: the last INT8 down_proj, else the last INT8 layer. SlotStateError without one.
+        What was damaged can no longer be rolled back to.
+        """
+        info = self.slots[self.live]
+        int8 = [name for name, scheme in info.layers.items() if scheme.startswith("int8")]
+        last = [name for name in int8 if name.endswith("down_proj")] or int8
+        if layer is None and not last:
+            raise SlotStateError(f"{info.artifact_id!r} serves no INT8 layer that can be damaged")
+        name = layer or last[-1]
+        self.bank.scale_weights(self.live, name, factor)
+        info.damaged = True
+        info.salt += "-damaged"
+        log.warning("damaged on purpose: %s of %s, scales times %g", name, info.artifact_id, factor)
+        return name
 
     def describe(self) -> dict[str, Any]:
         """State for logs and tests."""
@@ -256,7 +177,7 @@ class SlotEngine(Serving):
                     "layers": dict(self.slots[s].layers),
                     "scheme_tag": self.slots[s].scheme_tag,
                     "state": self.slots[s].state,
-                    "served": self.slots[s].served,
+                    "role": self.slots[s].role,
                     "bytes": self.slots[s].bytes,
                     "sequences": self._serving[s],
                 }
@@ -266,9 +187,3 @@ class SlotEngine(Serving):
             "step_s_median": self.stats.step_s_median(),
             "longest_pause_s": self.stats.longest_pause_s,
         }
-
-
-def _started(job: Job[T]) -> Job[T]:
-    """Run a job to its first yield, so that closing it always runs its ``finally``."""
-    next(job)
-    return job

@@ -9,6 +9,8 @@ with PTQ services (they quantize; this actor stages, is probed, and flips):
     await policy.stage.fanout(ref)              # idle slot, while the live one serves
     scores = await policy.probe.route(sequences)
     await policy.commit.fanout(ref.artifact_id) # or discard; later rollback
+    await policy.accompany.fanout(bf16_ref)     # the same version in bf16 beside it (A/B, by load)
+    await policy.conform.fanout()               # whoever strayed serves the committed one again
 
 alone:
 
@@ -28,15 +30,16 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+from forge_ptq.engine.admission import Admission
+from forge_ptq.engine.calls import EngineCalls
+from forge_ptq.engine.committed import serve_committed
 from forge_ptq.engine.leaving import die, leave, until_gone
+from forge_ptq.engine.requests import completion, sampling_params, token_ids
 from forge_ptq.engine.types import (
     CommitReport,
     EngineDeadError,
     ProbeScore,
     ProbeSequence,
-    RequestError,
-    Sample,
-    SlotStateError,
     StageReport,
 )
 from forge_ptq.runtime import (
@@ -50,30 +53,32 @@ from forge_ptq.runtime import (
 )
 
 if TYPE_CHECKING:
-    from forge_ptq.artifact import ArtifactRef, QuantizedArtifact
+    from forge_ptq.artifact import ArtifactRef
     from forge_ptq.engine.core import SlotEngine
     from forge_ptq.engine.thread import EngineThread
 
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 600.0
-CALL_TIMEOUT_S = 120.0
-JOB_TIMEOUT_S = 3600.0
 
 
-class QuantizedGenerator(ForgeActor):
+class QuantizedGenerator(EngineCalls, ForgeActor):
     """See the module.
 
     Args:
         engine_args: vLLM's EngineArgs by name. ``model`` is a local HF checkpoint in bf16, served
             from slot 0 as version 0 until something else is committed.
         sampling_params: defaults of ``generate``, vLLM's SamplingParams by name.
-        request_timeout_s: a generate call older than this is aborted, RequestTimeout.
+        request_timeout_s: a generate call older than this is aborted, RequestTimeout. It counts
+            from the call, also for sequences that were started again on the live slot.
         drain_deadline_s: how long ``stage`` waits for the idle slot's last sequences before it
             restarts them on the live slot.
         plan: {"default": scheme, "overrides": {pattern: scheme}} of ``update_weights``.
         idle_lane_tokens: most prompt tokens of a probe step while live sequences wait; None: 64 on
             CPU, 1024 on CUDA.
+        admission: which prompts go to a companion, once ``accompany`` has made one: {"mode": "off"}
+            (the default), {"mode": "ab", "fraction"} or {"mode": "load", "bf16_below",
+            "int8_above"}; see admission.py.
         prefetch_weights_to_shm, n_fetcher_procs: accepted as torchforge's generator accepts them;
             weights are fetched in this process, in the background.
     """
@@ -88,6 +93,7 @@ class QuantizedGenerator(ForgeActor):
         n_fetcher_procs: int = 8,
         plan: Mapping[str, Any] | None = None,
         idle_lane_tokens: int | None = None,
+        admission: Mapping[str, Any] | None = None,
     ) -> None:
         self._engine_args = dict(engine_args or {})
         self._sampling_params = dict(sampling_params or {})
@@ -95,6 +101,7 @@ class QuantizedGenerator(ForgeActor):
         self._drain_deadline_s = drain_deadline_s
         self._plan = dict(plan or {})
         self._idle_lane_tokens = idle_lane_tokens
+        self._admission = Admission.from_config(admission)
         self._thread: EngineThread
         self._core: SlotEngine
         self._tokenizer: Any = None
@@ -105,7 +112,10 @@ class QuantizedGenerator(ForgeActor):
 
     @endpoint
     async def setup(self) -> None:
-        """Build the engine; serve what the store says is committed, else the checkpoint."""
+        """Build the engine; serve what the store says is committed, the checkpoint if nothing is.
+
+        CommittedArtifactError if that cannot be: then no request is taken (committed.py).
+        """
         from forge_ptq.engine.build import build_engine, set_environment
 
         set_environment()
@@ -113,8 +123,11 @@ class QuantizedGenerator(ForgeActor):
         from forge_ptq.engine.thread import EngineThread
 
         def build() -> SlotEngine:
-            engine = build_engine(self._engine_args)
-            return SlotEngine(engine, idle_lane_tokens=self._idle_lane_tokens)
+            return SlotEngine(
+                build_engine(self._engine_args),
+                idle_lane_tokens=self._idle_lane_tokens,
+                admission=self._admission,
+            )
 
         self._thread = EngineThread(build, on_death=die)
         core = await asyncio.to_thread(self._thread.start, START_TIMEOUT_S)
@@ -124,11 +137,10 @@ class QuantizedGenerator(ForgeActor):
         self._tokenizer = core.engine.renderer.tokenizer
         self._params(None)  # bad defaults stop the actor now, not at the first request
         log.info("engine up: %s", core.bank.kernel_name)
-        ref = await _committed()
-        if ref is not None:
-            await self._stage(ref)
-            await self._commit(ref.artifact_id)
-            log.info("serving committed artifact %s", ref.artifact_id)
+        report = await serve_committed(self, "the checkpoint is not served in its place")
+        if report["loaded"]:
+            await self._call(lambda: core.discard(previous=True))  # nobody may roll back to it
+            log.info("serving committed artifact %s", report["artifact_id"])
 
     # ---- rollouts
 
@@ -143,10 +155,10 @@ class QuantizedGenerator(ForgeActor):
         """Sample ``n`` completions of a prompt (text, or token ids).
 
         Each completion is of one policy version, ``generator_version``; ``metadata`` names its
-        artifact and schemes. RequestError for a request that is wrong in itself, RequestTimeout
-        past ``request_timeout_s``.
+        artifact, schemes and arm (requests.py). All go to one arm. RequestError for a request that
+        is wrong in itself, RequestTimeout past ``request_timeout_s``.
         """
-        prompt_ids = self._token_ids(prompt)
+        prompt_ids = token_ids(prompt, self._tokenizer)
         params = self._params(sampling_params)
         submitted = await self._call(lambda: self._core.submit(prompt_ids, params, priority))
         record_metric("generator/generate/count_requests", 1, Reduce.SUM)
@@ -168,36 +180,11 @@ class QuantizedGenerator(ForgeActor):
             record_metric("generator/generate/count_sequences_completed", 1, Reduce.SUM)
             record_metric("generator/generate/sum_tokens_generated", tokens, Reduce.SUM)
             record_metric("generator/generate/avg_tokens_generated", tokens, Reduce.MEAN)
-        return [_completion(prompt, sample) for sample in samples]
-
-    def _token_ids(self, prompt: str | list[int]) -> list[int]:
-        if isinstance(prompt, str):
-            if self._tokenizer is None:
-                raise RequestError("the prompt is text, but the model has no tokenizer: pass ids")
-            prompt = self._tokenizer.encode(prompt)
-        return [int(token) for token in prompt]
+        return [completion(prompt, sample) for sample in samples]
 
     def _params(self, overrides: Mapping[str, Any] | None) -> list[Any]:
-        """One vLLM SamplingParams per sample; RequestError names what is wrong."""
-        from vllm.exceptions import VLLMClientError
-        from vllm.sampling_params import RequestOutputKind, SamplingParams
-
-        merged = {**self._sampling_params, **(overrides or {})}
-        count = merged.pop("n", 1)
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise RequestError(f"sampling_params.n must be a positive integer, got {count!r}")
-        merged["logprobs"] = merged.get("logprobs") or 0
-        merged["output_kind"] = RequestOutputKind.FINAL_ONLY
-        if self._tokenizer is None:
-            merged["detokenize"] = False
-        seed = merged.pop("seed", None)
-        try:
-            return [
-                SamplingParams(**merged, seed=None if seed is None else seed + index)
-                for index in range(count)
-            ]
-        except (TypeError, ValueError, VLLMClientError) as error:
-            raise RequestError(f"sampling_params: {error}") from error
+        known = self._tokenizer is not None
+        return sampling_params(self._sampling_params, overrides, detokenize=known)
 
     # ---- slots
 
@@ -209,29 +196,15 @@ class QuantizedGenerator(ForgeActor):
         """
         return await self._stage(ref)
 
-    async def _stage(self, ref: ArtifactRef) -> StageReport:
-        from forge_ptq import store
+    @concurrent_endpoint
+    async def accompany(self, ref: ArtifactRef) -> StageReport:
+        """Stage the live version in bf16 as companion: from then on it takes the requests that
+        admission gives it, until the next ``stage``, ``accompany`` or ``discard`` begins.
 
-        started, discards = time.perf_counter(), self._discards
-        artifact = await store.get_artifact(ref)
-        return await self._stage_artifact(artifact, started, discards)
-
-    async def _stage_artifact(
-        self, artifact: QuantizedArtifact, started: float, discards: int
-    ) -> StageReport:
-        from forge_ptq.engine.core import Candidate
-
-        plan = await asyncio.to_thread(self._core.bank.layout.plan, artifact)
-        manifest = artifact.manifest
-        load_s = time.perf_counter() - started
-        candidate = Candidate(
-            manifest.artifact_id, manifest.policy_version, plan, load_s=load_s, started=started
-        )
-        if discards != self._discards:
-            raise SlotStateError(f"{manifest.artifact_id} was discarded before it was staged")
-        report = await self._slot_job(lambda: self._core.stage(candidate, self._drain_deadline_s))
-        record_metric("generator_perf/stage/stage_s", report.stage_s, Reduce.MAX)
-        return report
+        SlotStateError unless it is of the live version and all bf16. The version before is given
+        up: a rollback then takes a ``stage`` and a ``commit``.
+        """
+        return await self._stage(ref, companion=True)
 
     @concurrent_endpoint
     async def probe(self, sequences: list[ProbeSequence]) -> list[ProbeScore]:
@@ -243,29 +216,39 @@ class QuantizedGenerator(ForgeActor):
         """Flip to the staged artifact; SlotStateError unless it is completely staged."""
         return await self._commit(artifact_id)
 
-    async def _commit(self, artifact_id: str) -> CommitReport:
-        report = await self._call(lambda: self._core.commit(artifact_id))
-        record_metric("generator_perf/commit/pause_s", report.pause_s, Reduce.MAX)
-        return report
-
     @concurrent_endpoint
-    async def rollback(self) -> CommitReport:
-        """Flip back to the version that served before; SlotStateError if it is gone."""
-        return await self._call(self._core.rollback)
+    async def rollback(self, artifact_id: str | None = None) -> CommitReport:
+        """Flip back to the version that served before; SlotStateError if it is gone, or is not
+        ``artifact_id`` where that is given."""
+        return await self._call(lambda: self._core.rollback(artifact_id))
 
     @concurrent_endpoint
     async def discard(self) -> bool:
-        """Drop a candidate that never served, one being staged or probed; True if there was one.
+        """Drop a candidate that never served, one being staged or probed, or a companion; True if
+        there was one.
 
         A ``stage`` or ``probe`` that still runs fails with SlotStateError.
         """
-        self._discards += 1
+        return await self._drop()
 
-        def drop() -> bool:
-            cancelled = [self._thread.cancel_job(job) for job in list(self._slot_jobs)]
-            return self._core.discard() or any(cancelled)
+    @concurrent_endpoint
+    async def conform(self) -> dict[str, Any]:
+        """Serve the committed artifact, if something else is served: report of serve_committed.
 
-        return await self._call(drop)
+        Ends what is being staged or probed then. If it fails the process ends: the one that comes
+        after it loads the committed artifact before it takes requests.
+        """
+        async with self._update_lock:
+            try:
+                return await serve_committed(self)
+            except Exception as error:
+                die(error, "this replica cannot serve what is committed, so its process ends")
+                raise
+
+    @concurrent_endpoint
+    async def damage_live(self, layer: str | None = None) -> str:
+        """Debug: the live slot's weight scales of one layer times 8; returns the layer's name."""
+        return await self._call(lambda: self._core.damage_live(layer))
 
     @concurrent_endpoint
     async def update_weights(self, version: int) -> int:
@@ -318,55 +301,3 @@ class QuantizedGenerator(ForgeActor):
     async def shutdown_engine(self) -> None:
         """End the engine; pending requests fail. Forge's `stop`: Monarch 0.7 reserves that name."""
         await asyncio.to_thread(self._thread.stop)
-
-    # ---- the engine thread
-
-    async def _slot_job(self, make: Any) -> Any:
-        """Run a job on the idle slot, which ``discard`` may cut short."""
-        job = self._thread.run_job(make)
-        self._slot_jobs.add(job)
-        job.add_done_callback(self._slot_jobs.discard)
-        return await self._result(job, JOB_TIMEOUT_S)
-
-    async def _call(self, function: Any) -> Any:
-        return await self._result(self._thread.call(function), CALL_TIMEOUT_S)
-
-    async def _result(self, future: Future[Any], limit_s: float) -> Any:
-        try:
-            async with asyncio.timeout(limit_s):
-                return await asyncio.wrap_future(future)
-        except EngineDeadError:
-            if self._thread.failed:
-                await until_gone()
-            raise
-
-
-async def _committed() -> ArtifactRef | None:
-    """The committed artifact; None without a store, so that the actor also runs alone."""
-    from forge_ptq import store
-
-    try:
-        return await store.get_committed()
-    except store.StoreNotRunning:
-        return None
-
-
-def _completion(prompt: str | list[int], sample: Sample) -> Completion:
-    import torch
-
-    return Completion(
-        prompt=prompt,
-        text=sample.text,
-        prompt_ids=torch.tensor(sample.prompt_ids, dtype=torch.int64),
-        token_ids=torch.tensor(sample.token_ids, dtype=torch.int64),
-        logprobs=torch.tensor(sample.logprobs, dtype=torch.float32),
-        stop_reason=sample.stop_reason,
-        generator_version=sample.policy_version,
-        metadata={
-            "artifact_id": sample.artifact_id,
-            "scheme": sample.scheme_tag,
-            "slot": sample.slot,
-            "resubmitted": sample.resubmitted,
-            "latency_s": sample.queue_to_done_s,
-        },
-    )

@@ -42,6 +42,10 @@ class PreparedLinear(ABC):
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x [..., K] bf16 -> [..., N] of x's dtype; bias [N] of x's dtype or None."""
 
+    def scale_rows(self, begin: int, end: int, factor: float) -> None:
+        """Debug: multiply the weight scales of output rows [begin, end) in place."""
+        raise NotImplementedError(f"{self.scheme} linears have no weight scales")
+
 
 class LinearKernels(ABC):
     """Prepares linears for one kind of device."""
@@ -80,6 +84,9 @@ class _OneDnnInt8(PreparedLinear):
             32,
         )
         self.nbytes = weight_NK.numel() + 4 * scale_N1.numel()
+
+    def scale_rows(self, begin: int, end: int, factor: float) -> None:
+        self._scale_N1[begin:end] *= factor
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         x_MK = x.reshape(-1, x.shape[-1])
@@ -123,6 +130,9 @@ class _Fp32Int8(PreparedLinear):
         self._scale_N = scale_N1.to(torch.float32).reshape(-1).clone()
         self._input_scale_1 = None if input_scale_1 is None else input_scale_1.reshape(1).clone()
         self.nbytes = 4 * weight_NK.numel() + 4 * scale_N1.numel()
+
+    def scale_rows(self, begin: int, end: int, factor: float) -> None:
+        self._scale_N[begin:end] *= factor
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         x_MK = x.reshape(-1, x.shape[-1])
@@ -169,6 +179,9 @@ class _CudaInt8(PreparedLinear):
         self._scale_N1 = scale_N1.to(torch.float32).contiguous()
         self._input_scale_1 = None if input_scale_1 is None else input_scale_1.reshape(1)
         self.nbytes = weight_NK.numel() + 4 * scale_N1.numel()
+
+    def scale_rows(self, begin: int, end: int, factor: float) -> None:
+        self._scale_N1[begin:end] *= factor
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         x_MK = x.reshape(-1, x.shape[-1]).contiguous()
@@ -218,12 +231,12 @@ def exactness(kernels: LinearKernels, *, peak: int = 127) -> float:
     generator = torch.Generator().manual_seed(0)
     w_NK = torch.randint(-peak, peak + 1, (48, 192), generator=generator, dtype=torch.int8)
     w_NK[:, ::2] = peak  # long runs of one sign: what saturating 16-bit sums cannot hold
-    ws_N1 = torch.rand(48, 1, generator=generator) + 0.5
+    ws_N1 = torch.rand(48, 1, generator=generator, dtype=torch.float32) + 0.5
     q_MK = torch.randint(-127, 128, (5, 192), generator=generator, dtype=torch.int32)
     q_MK[:, 0] = 127  # so that the dynamic scale of every row is exactly 1
     y_MN = (q_MK.long() @ w_NK.long().t()).double() * ws_N1.double().t()
     worst = 0.0
-    for input_scale in (None, torch.ones(1)):
+    for input_scale in (None, torch.ones(1, dtype=torch.float32)):
         got = kernels.int8(w_NK, ws_N1, input_scale).apply(q_MK.to(torch.bfloat16), None)
         worst = max(worst, float((got.double() - y_MN).abs().max() / y_MN.abs().max()))
     return worst

@@ -17,7 +17,8 @@ without freeing. Consequences, all intended:
 - ids of finished requests go out with the next step, whichever lane that is;
 - while live work waits, a step of the other lane takes at most ``idle_lane_tokens`` tokens beside
   one for each of its running sequences, so that a long probe is cut into chunks instead of
-  delaying the live lane.
+  delaying the live lane. A companion's lane carries live traffic too and has the same limits as
+  the live one (``SlotBank.companion``).
 
 Weights are switched when the step is scheduled, in the process that runs it, so steps must not
 overlap: async scheduling, pipeline and tensor parallelism are refused.
@@ -101,7 +102,7 @@ class LaneScheduler(Scheduler):
         if self.use_v2_model_runner:
             keep = 1 if not aside and waiting_aside else 0
             self.max_num_active_reqs = max(0, self.max_num_active_reqs - len(aside) - keep)
-        if slot != self.bank.live:
+        if slot not in (self.bank.live, self.bank.companion):
             own = self.idle_lane_tokens + len(self.running)
             self.max_num_scheduled_tokens = min(limits[1], own)
         try:

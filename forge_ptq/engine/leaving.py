@@ -22,9 +22,9 @@ def leave() -> None:
     _exit(0)
 
 
-def die(cause: BaseException) -> None:
-    """End the process of a dead engine with status 1, so that the service respawns it."""
-    log.critical("the engine died, so this process ends", exc_info=cause)
+def die(cause: BaseException, why: str = "the engine died, so this process ends") -> None:
+    """End the process with status 1, so that the service respawns it."""
+    log.critical(why, exc_info=cause)
     _exit(1)
 
 

@@ -1,8 +1,14 @@
 """Requests in the engine: admission, steps, results. All of it runs on the engine thread.
 
-Every request is one sequence, pinned to the slot that is live when it is admitted, so its tokens
-come from one version. ``cache_salt`` names the filling of the slot: no prefix-cache block is ever
-shared between two fillings, and none between a probe and anything else.
+Every request is one sequence, pinned to one slot when it is admitted (the live one, or its
+companion where there is one: admission.py), so its tokens come from one version. ``cache_salt``
+names the filling of the slot: no prefix-cache block is ever shared between two fillings, and none
+between a probe and anything else.
+
+A sequence that does not leave a slot which is wanted for staging is restarted from its prompt on
+the live one. It keeps its future and its id, hence also the deadline of its caller, which runs from
+the first admission; after MAX_RESTARTS it fails with RequestError instead, so that one that never
+ends is not taken along for ever where callers set no deadline.
 """
 
 from __future__ import annotations
@@ -17,6 +23,7 @@ from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from forge_ptq.engine.admission import LIVE, Admission, Choice
 from forge_ptq.engine.build import model_runner
 from forge_ptq.engine.lanes import SLOT_KEY, LaneScheduler
 from forge_ptq.engine.slots import SlotBank
@@ -25,6 +32,9 @@ from forge_ptq.engine.types import RequestError, Sample, SlotInfo
 
 IDLE_LANE_TOKENS = {"cpu": 64, "cuda": 1024}
 """Default per device: a probe step then costs about as much as a decoding step."""
+
+MAX_RESTARTS = 3
+"""Times that one sequence is moved to the live slot because its own is wanted."""
 
 
 @dataclass
@@ -38,6 +48,7 @@ class Pending:
     slot: int
     future: Future[Sample] | None
     admitted: float
+    choice: Choice = LIVE
     internal_id: str = ""
     resubmitted: int = 0
 
@@ -45,8 +56,15 @@ class Pending:
 class Serving:
     """The request side of ``SlotEngine``. ``slots`` says what each slot holds."""
 
-    def __init__(self, engine: LLMEngine, *, idle_lane_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        engine: LLMEngine,
+        *,
+        idle_lane_tokens: int | None = None,
+        admission: Admission | None = None,
+    ) -> None:
         self.engine = engine
+        self.admission = admission or Admission()
         self.runner = model_runner(engine)
         self.bank: SlotBank = engine.vllm_config.quant_config.bank  # type: ignore[union-attr]
         scheduler = engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
@@ -78,13 +96,19 @@ class Serving:
     def submit(
         self, prompt_ids: list[int], params: list[SamplingParams], priority: int = 0
     ) -> list[tuple[str, Future[Sample]]]:
-        """Admit one sequence per entry of ``params``; all or none. RequestError if refused."""
+        """Admit one sequence per entry of ``params``; all or none. RequestError if refused.
+
+        All of them go to the arm that admission chooses for the prompt.
+        """
         check_tokens(prompt_ids, self.max_model_len, self.vocab_size)
+        companion = self.slots[self.idle].role == "companion"
+        choice = self.admission.choose(prompt_ids, sum(self._serving), companion)
+        slot = self.idle if choice.arm == "companion" else self.live
         admitted: list[Pending] = []
         try:
             for one in params:
                 request = Pending(
-                    self._new_id("gen"), prompt_ids, one, priority, self.live, Future(), 0.0
+                    self._new_id("gen"), prompt_ids, one, priority, slot, Future(), 0.0, choice
                 )
                 self._admit(request)
                 admitted.append(request)
@@ -136,6 +160,30 @@ class Serving:
             self.stats.left(request.slot)
         return request
 
+    def restart(self, request: Pending) -> None:
+        """Move a sequence to the live slot, from its prompt on; past MAX_RESTARTS fail it."""
+        self._remove(request.request_id)
+        if request.resubmitted >= MAX_RESTARTS:
+            self._fail(
+                request,
+                RequestError(
+                    f"the sequence did not end within its slot's time and was restarted "
+                    f"{MAX_RESTARTS} times (drain_deadline_s each); lower max_tokens"
+                ),
+            )
+            return
+        request.slot, request.choice = self.live, LIVE
+        request.resubmitted += 1
+        try:
+            self._admit(request)
+        except Exception as error:  # noqa: BLE001 - handed to the caller
+            self._fail(request, error)
+
+    @staticmethod
+    def _fail(request: Pending, error: BaseException) -> None:
+        if request.future is not None and request.future.set_running_or_notify_cancel():
+            request.future.set_exception(error)
+
     def has_work(self) -> bool:
         """Whether requests are unfinished."""
         return self.engine.has_unfinished_requests()
@@ -186,6 +234,8 @@ class Serving:
                 artifact_id=info.artifact_id,
                 scheme_tag=info.scheme_tag,
                 slot=request.slot,
+                arm=request.choice.arm,
+                drawn=request.choice.drawn,
                 resubmitted=request.resubmitted,
                 queue_to_done_s=time.perf_counter() - request.admitted,
             )
@@ -194,9 +244,7 @@ class Serving:
     def fail_all(self, error: BaseException) -> None:
         """Fail every pending sequence."""
         for request in list(self._pending.values()):
-            future = request.future
-            if future is not None and future.set_running_or_notify_cancel():
-                future.set_exception(error)
+            self._fail(request, error)
         self._pending.clear()
 
     def close(self) -> None:

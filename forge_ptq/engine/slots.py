@@ -40,16 +40,22 @@ from vllm.model_executor.parameter import ModelWeightParameter
 from forge_ptq.engine.kernels import LinearKernels, PreparedLinear, select_kernels
 from forge_ptq.engine.layout import FillPlan, LinearSite, ModelLayout
 from forge_ptq.engine.plugin import QUANTIZATION
+from forge_ptq.engine.types import SlotStateError
 
 SLOTS = (0, 1)
 
 
 class SlotBank:
-    """All slotted tensors of one model. ``active``: of the step; ``live``: for new requests."""
+    """All slotted tensors of one model.
+
+    ``active``: the slot of the step. ``live``: of new requests. ``companion``: a slot that takes
+    requests beside it, from when it is filled until it is cleared.
+    """
 
     def __init__(self) -> None:
         self.active = 0
         self.live = 0
+        self.companion: int | None = None
         self.layout: ModelLayout
         self._kernels: LinearKernels | None = None
         self._heads: dict[str, nn.Module] = {}
@@ -101,6 +107,8 @@ class SlotBank:
         """Free a slot that is not active."""
         if slot == self.active:
             raise RuntimeError(f"forge_slots: slot {slot} is active, it cannot be cleared")
+        if slot == self.companion:
+            self.companion = None
         for site in self.layout.linears.values():
             _slots_of(site.module)[slot] = None
         for head in self._heads.values():
@@ -158,6 +166,19 @@ class SlotBank:
             if linear is not None
             for part in self.layout.linears[name].parts
         }
+
+    def scale_weights(self, slot: int, layer: str, factor: float) -> None:
+        """Debug: multiply the weight scales of one HF module in place, as a bit error would.
+
+        SlotStateError if the slot has no INT8 layer of that name.
+        """
+        site = self.layout.hf_linears().get(layer)
+        prepared = None if site is None else _slots_of(site.module)[slot]
+        if site is None or prepared is None or not prepared.scheme.startswith("int8"):
+            raise SlotStateError(f"{layer}: slot {slot} has no INT8 layer of this name")
+        names = [part.name for part in site.parts]
+        begin = sum(part.rows for part in site.parts[: names.index(layer)])
+        prepared.scale_rows(begin, begin + site.parts[names.index(layer)].rows, factor)
 
     def nbytes(self, slot: int) -> int:
         """Bytes that a slot keeps allocated, prepared forms included."""

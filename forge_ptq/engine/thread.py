@@ -255,6 +255,12 @@ class EngineThread:
                 _fail(item[1], error)
 
 
+def begun(job: Job[T]) -> Job[T]:
+    """Run a job to its first yield, so that closing it always runs its ``finally``."""
+    next(job)
+    return job
+
+
 def _claim(future: Future[Any]) -> bool:
     """Whether the future still waits; from then on it can no longer be cancelled."""
     return not future.done() and future.set_running_or_notify_cancel()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     import torch
@@ -16,6 +16,10 @@ class EngineDeadError(RuntimeError):
 
 class SlotStateError(RuntimeError):
     """A slot operation that the current state of the slots does not allow."""
+
+
+class SlotMemoryError(RuntimeError):
+    """There was not enough memory to fill the idle slot; it is empty again, live serves on."""
 
 
 class RequestError(ValueError):
@@ -86,16 +90,26 @@ class CommitReport:
     draining: int
 
 
+Role = Literal["", "candidate", "live", "previous", "companion", "retired"]
+"""What a filled slot is for. ``candidate``: may become live by a commit, has not served or was
+rolled back. ``live``: new requests. ``previous``: was live, rollback goes there. ``companion``: the
+live version in full precision, takes the requests that admission gives it, never becomes live.
+``retired``: only finishes its sequences, then the slot is free. Empty and filling slots have none.
+"""
+
+
 @dataclass
 class SlotInfo:
-    """What a slot holds. ``state``: empty, filling, ready. ``served``: it has been live once.
-    ``layers``: HF module name -> scheme of the prepared linear, as it would run."""
+    """What a slot holds. ``state``: empty, filling, ready.
+    ``layers``: HF module name -> scheme of the prepared linear, as it would run. ``damaged``: on
+    purpose, by ``damage_live``."""
 
     artifact_id: str | None = None
     policy_version: int | None = None
     layers: dict[str, str] = field(default_factory=dict)
     state: str = "empty"
-    served: bool = False
+    role: Role = ""
+    damaged: bool = False
     salt: str = ""
     bytes: int = 0
 
@@ -108,7 +122,11 @@ class SlotInfo:
 
 @dataclass
 class Sample:
-    """One finished sequence as the engine reports it. ``logprobs``: of the sampled distribution."""
+    """One finished sequence as the engine reports it. ``logprobs``: of the sampled distribution.
+
+    ``arm``: live or companion. ``drawn``: the arm was chosen by lot between two open arms, and kept
+    to the end: only such sequences may be compared between arms.
+    """
 
     prompt_ids: list[int]
     token_ids: list[int]
@@ -119,5 +137,7 @@ class Sample:
     artifact_id: str
     scheme_tag: str
     slot: int
+    arm: str
+    drawn: bool
     resubmitted: int
     queue_to_done_s: float

@@ -197,7 +197,7 @@ class Harness:
 
     def stage_future(self, artifact: QuantizedArtifact, drain_deadline_s: float = 30.0) -> Any:
         """Begin to stage; returns the future of the report."""
-        from forge_ptq.engine.core import Candidate
+        from forge_ptq.engine.staging import Candidate
 
         plan = self.core.bank.layout.plan(artifact)
         manifest = artifact.manifest
