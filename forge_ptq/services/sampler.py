@@ -7,7 +7,8 @@
 The hash of its prompt says to which set a rollout belongs. So all rollouts of one group land on the
 same side, and a prompt that comes back later stays where it was.
 
-Probe and plan rollouts stand for what the generator serves: the freshest, as they come. Calibration
+Probe and plan rollouts stand for what the generator serves: the freshest, as they come, though of
+the probe's one of every prompt first, since rollouts of one prompt say much the same. Calibration
 rollouts are to show the layers whatever occurs: they are kept and drawn evenly over three strata,
 *high* and *low* (advantage over and under 0) and *zero* (a group without a difference, too easy or
 too hard). A stratum that is short is made up for by the others.
@@ -22,9 +23,13 @@ import hashlib
 import math
 from array import array
 from bisect import insort
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 STRATA = ("high", "low", "zero")
 SIDES = ("probe", "plan", "calibration")
@@ -47,6 +52,12 @@ class Rollout:
     logprobs: array[float] | None = None
     """Of the response's tokens under the policy that sampled them, fp32 (4 bytes a token); None
     where they are unknown or not finite."""
+
+    def behaviour(self) -> torch.Tensor | None:
+        """logprobs as a tensor [R] fp32."""
+        import torch
+
+        return None if self.logprobs is None else torch.tensor(self.logprobs)
 
     @property
     def stratum(self) -> str:
@@ -160,7 +171,7 @@ class RolloutSampler:
     """Bounded pool of rollouts.
 
         sampler.offer(episodes)             # as they finish
-        sampler.probe(32)                   # freshest of those that judge
+        sampler.probe(128)                  # freshest of those that judge, over many prompts
         sampler.plan(24)                    # freshest of those that plans are measured on
         sampler.calibration(64)             # freshest of the others, evenly over the strata
 
@@ -225,8 +236,21 @@ class RolloutSampler:
         return len(rollouts)
 
     def probe(self, count: int, max_tokens: int | None = None) -> list[Rollout]:
-        """Up to count held-out rollouts, freshest first, none longer than max_tokens."""
-        return self._sides["probe"].take(count, max_tokens)
+        """Up to count held-out rollouts, none longer than max_tokens: of every prompt its freshest,
+        then of every prompt its second, and so on, each time by freshness.
+
+        Of the same pool, a smaller draw is the start of a larger one. Since ``offer`` changes the
+        pool, one publish draws once, as many as it may come to need, and takes slices.
+        """
+        side = self._sides["probe"]
+        freshest = side.take(len(side), max_tokens)
+        turns: Counter[str] = Counter()
+        turn = []
+        for rollout in freshest:
+            turn.append(turns[rollout.group])
+            turns[rollout.group] += 1
+        order = sorted(range(len(freshest)), key=turn.__getitem__)
+        return [freshest[index] for index in order[:count]]
 
     def plan(self, count: int) -> list[Rollout]:
         """Up to count rollouts to measure plans on, freshest first."""

@@ -5,14 +5,8 @@ import math
 import pytest
 import torch
 
-from forge_ptq.numerics.divergence import (
-    cluster_mean,
-    compare,
-    kl_from_logprobs,
-    kl_per_token,
-    rise,
-    t_quantile,
-)
+from forge_ptq.numerics.clusters import cluster_mean, t_quantile
+from forge_ptq.numerics.divergence import compare, kl_from_logprobs, kl_per_token, rise
 
 
 def test_kl_of_two_categoricals_matches_the_closed_form():

@@ -1,5 +1,7 @@
 """RolloutSampler: bounds, freshness, and two sides that never meet."""
 
+import math
+import pickle
 import random
 from collections import Counter
 from dataclasses import dataclass
@@ -53,6 +55,46 @@ def test_rollouts_carry_tokens_boundary_and_version():
     assert rollout.response_start == 2
     assert (rollout.policy_version, rollout.reward) == (4, 1.0)
     assert all(type(token) is int for token in rollout.token_ids)
+
+
+def test_logprobs_are_kept_in_four_bytes_a_token():
+    one = episode(1)
+    (rollout,) = from_episodes([one])
+    assert rollout.logprobs is None
+    assert rollout.behaviour() is None
+    one.completion.logprobs = torch.tensor([-0.1, -2.0, 0.0])
+    (rollout,) = from_episodes([one])
+    assert rollout.logprobs is not None
+    assert rollout.logprobs.itemsize * len(rollout.logprobs) == 12
+    torch.testing.assert_close(rollout.behaviour(), one.completion.logprobs, rtol=0, atol=0)
+    assert pickle.loads(pickle.dumps(rollout)) == rollout
+
+
+@pytest.mark.parametrize(
+    "logprobs", [[-1.0] * 2, [-1.0] * 4, [-1.0, math.nan, -1.0], [-math.inf] * 3]
+)
+def test_logprobs_that_cannot_be_used_are_unknown(logprobs):
+    one = episode(1)
+    one.completion.logprobs = torch.tensor(logprobs)
+    rollout = from_episode(one)
+    assert rollout is not None
+    assert rollout.logprobs is None
+
+
+def test_the_probe_spreads_over_prompts_and_larger_draws_begin_with_smaller_ones():
+    sampler = RolloutSampler(capacity=200, probe_fraction=0.5, max_age=9)
+    prompts = [p for p in range(99) if sampler.side_of(prompt_digest([7, p])) == "probe"][:5]
+    for version in range(3):
+        sampler.offer(episode(p, version, response=r) for p in prompts for r in range(1, 4))
+    drawn = sampler.probe(45)
+    assert len(drawn) == 45
+    for turn in range(0, 45, 5):
+        assert len({r.group for r in drawn[turn : turn + 5]}) == 5
+    assert [r.policy_version for r in drawn[:15]] == [2] * 15
+    for count in range(46):
+        assert sampler.probe(count) == drawn[:count]
+    sampler.offer([episode(prompts[0], 3)])
+    assert sampler.probe(45) != drawn, "why a publish draws once"
 
 
 def test_version_falls_back_to_the_completions():

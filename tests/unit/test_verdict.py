@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from forge_ptq.config import PTQConfig
-from forge_ptq.numerics.divergence import ClusterMean, Divergence, t_quantile
+from forge_ptq.numerics.clusters import ClusterMean, t_quantile
+from forge_ptq.numerics.divergence import Divergence
 from forge_ptq.services.guard import Decision, Evidence, Limits, StagedSlot, decide, looks
 from forge_ptq.services.verdict import Verdict
 
