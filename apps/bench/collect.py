@@ -2,11 +2,12 @@
 
 Usage: python -m apps.bench.collect --model models/smollm2_135m
 
-Every round runs the same batch three times in turn: without observer, with one, and with one that
-also shifts channels (as in the second pass of a calibration with smoothing). The batch has full
-rows in one half of the rounds and right padding in the other. Every share compares neighbours of
-one round, so that a machine whose speed drifts favours neither; next to wall time stands CPU time,
-which a busy machine disturbs less.
+Every round runs the same batch five times in turn: without observer, with one, and with one that
+also shifts channels (as in the second pass of a calibration with smoothing), both in C++ and in
+plain torch (``torch_*``: what a machine without compiler gets). The batch has full rows in one half
+of the rounds and right padding in the other. Every share compares neighbours of one round, so that
+a machine whose speed drifts favours neither; next to wall time stands CPU time, which a busy
+machine disturbs less. Without a compiled kernel it refuses to measure.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 
 from apps.bench.options import summary, write
+from forge_ptq.numerics import observer_native
 from forge_ptq.numerics.observer import ActivationObserver
 from forge_ptq.numerics.plan import never_quantized, sites_of
 
@@ -36,12 +38,18 @@ def batch(sequences: int, tokens: int, vocabulary: int, padded: bool) -> tuple[A
 
 
 def measure(model: Any, tokens_BT: Any, mask_BT: Any, rounds: int) -> dict[str, Any]:
-    """Seconds of a forward pass in the three variants, and the shares they add."""
+    """Seconds of a forward pass in all variants, and the shares they add."""
     linears = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
     sites = sites_of(name for name in linears if not never_quantized(name))
     widths = {site: model.get_submodule(site).in_features for site in sites}
     shift = {site: (torch.arange(width) % 7 - 3).to(torch.int8) for site, width in widths.items()}
-    kinds = ("plain", "observed", "observed_shifted")
+    variants: dict[str, dict[str, Any]] = {
+        "observed": {},
+        "observed_shifted": {"shift": shift},
+        "torch_observed": {"compiled": False},
+        "torch_observed_shifted": {"shift": shift, "compiled": False},
+    }
+    kinds = ("plain", *variants)
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     cpu_seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
 
@@ -53,8 +61,8 @@ def measure(model: Any, tokens_BT: Any, mask_BT: Any, rounds: int) -> dict[str, 
 
     for _ in range(rounds):
         forward("plain")
-        for kind, factors in ("observed", None), ("observed_shifted", shift):
-            with ActivationObserver(model, sites, shift=factors) as observer:
+        for kind, options in variants.items():
+            with ActivationObserver(model, sites, **options) as observer:
                 observer.mask_BT = mask_BT
                 forward(kind)
                 observer.take()
@@ -98,6 +106,8 @@ def main() -> None:
     options = cli.parse_args()
     from transformers import AutoModelForCausalLM
 
+    if observer_native.kernel() is None:
+        cli.error("no compiled kernel on this machine, see the warning above")
     torch.set_num_threads(options.threads)
     dtype = getattr(torch, options.dtype)
     model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).eval()
