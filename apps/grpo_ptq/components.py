@@ -21,6 +21,7 @@ from forge_ptq.services.quantizer import Quantizer
 from forge_ptq.training.reference_model import ReferenceModel
 from forge_ptq.training.trainer import TitanTrainer
 
+from .saving import restore
 from .tasks import ComputeAdvantages, DatasetActor, RewardActor, collate
 
 log = logging.getLogger(__name__)
@@ -46,20 +47,19 @@ class Components:
     coordinator: Any = None
     ptq: PTQ | None = None
 
-    async def train_step(self, inputs: Any, targets: Any) -> dict[str, float]:
+    async def train_step(self, inputs: Any, targets: Any, reward: float) -> dict[str, float]:
         """One step on every rank; the metrics are over all ranks and equal on each. A checkpoint
-        made after it remembers the dataset's position."""
-        extra = {"position": await self.dataset.position.call_one()}
+        made after it remembers the dataset's position and the batch's mean reward."""
+        extra = {"position": await self.dataset.position.call_one(), "reward": reward}
         return _first(await self.trainer.train_step.call(inputs, targets, extra))
 
     async def resume_step(self) -> int:
         """Steps that the trainer's checkpoint holds."""
         return _first(await self.trainer.resume_step.call())
 
-    async def resume_position(self) -> int:
-        """Questions that had been handed out when the checkpoint was made."""
-        extra = _first(await self.trainer.resume_extra.call())
-        return int(extra.get("position", 0))
+    async def resume_extra(self) -> dict[str, Any]:
+        """`position`: questions that had been handed out when the checkpoint was made; `reward`."""
+        return _first(await self.trainer.resume_extra.call())
 
     async def serve_unquantized(self, version: int) -> None:
         """The pushed bf16 weights straight into the generator, when there is no PTQ to gate."""
@@ -95,6 +95,22 @@ def _first(results: Any) -> Any:
     return next(iter(results.values()))
 
 
+def admission(cfg: RunConfig) -> dict[str, Any]:
+    """Which prompts the generator answers in full precision, as its constructor takes it."""
+    ab, load = cfg.ptq.ab, cfg.ptq.precision_by_load
+    if not cfg.ptq.enabled:
+        return {"mode": "off"}
+    if ab.enabled:
+        return {"mode": "ab", "fraction": ab.fraction}
+    if load.enabled:
+        return {
+            "mode": "load",
+            "bf16_below": load.bf16_below,
+            "int8_above": load.int8_above,
+        }
+    return {"mode": "off"}
+
+
 async def launch(cfg: RunConfig, report: RunReport) -> Components:
     """Spawns and sets up all components. Raises what the first failing one raises."""
     plain = to_plain(cfg)
@@ -106,6 +122,7 @@ async def launch(cfg: RunConfig, report: RunReport) -> Components:
     metric_logger = await runtime.get_or_create_metric_logger(process_name="Controller")
     with report.phase("start/store"):
         await store.initialize()
+    restored = await restore(cfg, report)
 
     async def started(name: str, spawning: Any) -> Any:
         with report.phase(f"start/{name}"):
@@ -121,6 +138,7 @@ async def launch(cfg: RunConfig, report: RunReport) -> Components:
             # Its own plan counts only without PTQ: then the generator quantizes nothing.
             **plain["policy"],
             plan={"default": "bf16"},
+            admission=admission(cfg),
         ),
         "rewards": RewardActor.options(**services["reward_actor"]).as_service(**plain["reward"]),
         "advantages": ComputeAdvantages.options(**actors["compute_advantages"]).as_actor(),
@@ -156,6 +174,7 @@ async def launch(cfg: RunConfig, report: RunReport) -> Components:
             merger=forge.stats_merger,
             coordinator=forge.coordinator,
             inject=cfg.debug.inject,
+            state=restored.publisher if restored else None,
         )
     await metric_logger.init_backends.call_one(backends(cfg, report))
     await watch(forge, report)
@@ -166,7 +185,10 @@ async def watch(forge: Components, report: RunReport) -> None:
     """Keeps pids.json in the run's folder true, and tells of every replica that came back."""
 
     async def write_pids() -> None:
-        write_json(report.run_dir.path / "pids.json", await forge.pids())
+        try:
+            write_json(report.run_dir.path / "pids.json", await forge.pids())
+        except OSError as error:
+            report.add_event("disk", f"pids.json is not up to date: {error}")
 
     def on_respawn(name: str) -> Any:
         async def respawned(replica: int, actor: Any) -> None:

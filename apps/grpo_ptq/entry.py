@@ -160,6 +160,7 @@ def keep_third_parties_quiet(run_dir: RunDir) -> None:
     """Sends the logs of this process and its children to files in the run's folder."""
     os.environ["FORGE_PTQ_LOG_DIR"] = str(run_dir.logs)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    logging.raiseExceptions = False  # a full disk must not fill the console with tracebacks
     logging.basicConfig(
         filename=run_dir.logs / "client.log",
         level=logging.INFO,

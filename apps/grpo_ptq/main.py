@@ -29,7 +29,8 @@ from forge_ptq.observe.report import RunReport
 from forge_ptq.runtime import Completion, Reduce, record_metric
 
 from .components import Components, launch
-from .pacing import RolloutBudget
+from .pacing import RolloutBudget, oldest_usable
+from .saving import Saving
 from .tasks import Episode, Group
 
 BUFFER_POLL_S = 0.02
@@ -40,19 +41,24 @@ PUBLISH_PAUSE_S = 2.0
 async def main(cfg: RunConfig, report: RunReport) -> None:
     """One run, from start to the last training step. Raises the first failure of any part."""
     forge = await launch(cfg, report)
+    saving = Saving(cfg, forge, report)
     try:
         start, served = await resume(cfg, forge, report)
+        saving.resumed(start)
         budget = RolloutBudget(batch_episodes(cfg), cfg.off_by_n, start, served)
         async with asyncio.TaskGroup() as tasks:
             rollouts = [
                 tasks.create_task(continuous_rollouts(cfg, forge, budget, report))
                 for _ in range(cfg.rollout_threads)
             ]
-            await continuous_training(cfg, forge, budget, report, start, tasks)
+            await continuous_training(cfg, forge, budget, report, saving, start, tasks)
             for task in rollouts:
                 task.cancel()
     finally:
-        await forge.close()
+        try:
+            await saving.close()
+        finally:
+            await forge.close()
 
 
 def batch_episodes(cfg: RunConfig) -> int:
@@ -61,19 +67,23 @@ def batch_episodes(cfg: RunConfig) -> int:
 
 
 async def resume(cfg: RunConfig, forge: Components, report: RunReport) -> tuple[int, int]:
-    """Training steps that a checkpoint already holds, and the version that the generator serves.
-    The checkpoint's weights go to the generator in full precision, since nothing can be probed
-    before there are rollouts."""
+    """Training steps that a checkpoint already holds, and the version that the generator serves:
+    the artifact that served before, if it was saved and is young enough (saving.py). If not, the
+    checkpoint's weights in full precision, since nothing can be probed before there are rollouts.
+    """
     step = await forge.resume_step()
     if not step:
         return 0, 0
-    report.restore(step)
+    extra = await forge.resume_extra()
+    report.restore(step, extra.get("reward"))
     if step >= cfg.trainer.training.steps:
         report.note(f"nothing to do: {step} of {cfg.trainer.training.steps} steps are done")
         return step, step
     report.note(f"resuming after step {step}")
-    await forge.dataset.seek.call_one(await forge.resume_position())
+    await forge.dataset.seek.call_one(int(extra.get("position", 0)))
     await forge.trainer.push_weights.call(step)
+    if forge.ptq is not None and forge.ptq.served_version:
+        return step, forge.ptq.served_version
     return step, await serve(cfg, forge, report, step, must_serve=True)
 
 
@@ -151,6 +161,7 @@ async def continuous_training(
     forge: Components,
     budget: RolloutBudget,
     report: RunReport,
+    saving: Saving,
     step: int,
     tasks: asyncio.TaskGroup,
 ) -> None:
@@ -162,19 +173,22 @@ async def continuous_training(
             inputs, targets = await next_batch(forge, budget, step)
         await budget.taken(batch_episodes(cfg))
 
+        reward = mean_reward(inputs)
         with report.phase("train/step"):
-            metrics = await forge.train_step(inputs, targets)
+            metrics = await forge.train_step(inputs, targets, reward)
         step += 1
+        await saving.trained(step)
 
         if publishing:
             with report.phase("train/wait_for_publish"):
                 await publishing
+        await saving.guard(step)
         if step % cfg.ptq.publish_every == 0 or step == cfg.trainer.training.steps:
             with report.phase("train/push_weights"):
                 await forge.trainer.push_weights.call(step)
-            publishing = tasks.create_task(publish(cfg, forge, budget, report, step))
+            publishing = tasks.create_task(publish(cfg, forge, budget, report, saving, step))
 
-        await end_step(forge, report, step, mean_reward(inputs), metrics)
+        await end_step(forge, report, step, reward, metrics)
     if publishing:
         await publishing
         await forge.metric_logger.flush.call_one(step + 1)  # what the last publish recorded
@@ -190,10 +204,16 @@ async def next_batch(forge: Components, budget: RolloutBudget, step: int) -> Any
 
 
 async def publish(
-    cfg: RunConfig, forge: Components, budget: RolloutBudget, report: RunReport, version: int
+    cfg: RunConfig,
+    forge: Components,
+    budget: RolloutBudget,
+    report: RunReport,
+    saving: Saving,
+    version: int,
 ) -> None:
     """Offers `version` to the generator and lets rollouts on."""
     await budget.serves(await serve(cfg, forge, report, version))
+    await saving.guard(version)
 
 
 async def serve(
@@ -206,8 +226,8 @@ async def serve(
         if forge.ptq is None:
             await forge.serve_unquantized(version)
             return version
-        last_step_before_next = version + cfg.ptq.publish_every - 1
-        too_old = last_step_before_next - forge.ptq.served_version > cfg.off_by_n
+        steps, every = cfg.trainer.training.steps, cfg.ptq.publish_every
+        too_old = forge.ptq.served_version < oldest_usable(version, steps, every, cfg.off_by_n)
         for _ in range(PUBLISH_ATTEMPTS):
             verdict = await forge.ptq.publish(version, must_serve=too_old or must_serve)
             report.add_publish(verdict)

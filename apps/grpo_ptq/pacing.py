@@ -16,6 +16,13 @@ from __future__ import annotations
 import asyncio
 
 
+def oldest_usable(step: int, steps: int, publish_every: int, off_by_n: int) -> int:
+    """The oldest version that may serve after training step `step`: what it generates until the
+    next publish must still be young enough for the last step before that one's version serves."""
+    next_publish = min(step + publish_every - step % publish_every, steps)
+    return next_publish - 1 - off_by_n
+
+
 class RolloutBudget:
     """Counts episodes: taken by training, waiting in the buffer, in flight.
 

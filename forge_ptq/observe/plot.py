@@ -31,16 +31,17 @@ def draw(summary: Mapping[str, Any], path: Path) -> Path:
     figure, (above, below) = plt.subplots(
         2, 1, figsize=(10, 7), sharex=True, height_ratios=(3, 2), layout="constrained"
     )
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.png")
     try:
         _title(figure, summary)
         _reward(above, steps, publishes)
         _rise(below, publishes, summary.get("max_perplexity_rise"))
         _steps_axis(below, summary.get("history", []), publishes)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.png")
         figure.savefig(temporary, dpi=130)
         os.replace(temporary, path)
     finally:
         plt.close(figure)
+        temporary.unlink(missing_ok=True)
     return path
 
 

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from .summary import was_refused
+from .summary import is_number, was_refused
 
 Record = dict[str, Any]
 
@@ -26,20 +26,21 @@ class Records:
     """Steps, publishes, events and totals. Not thread-safe."""
 
     def __init__(self, previous: Mapping[str, Any] | None) -> None:
-        """`previous`: the summary of earlier sessions of the same run, or None."""
+        """`previous`: the summary of earlier sessions of the same run, or None. ValueError if it is
+        none."""
         before = previous or {}
-        self.steps: list[Record] = list(before.get("history", []))
-        self.publishes: list[Record] = list(before.get("publishes", []))
-        self.events: list[Record] = list(before.get("events", []))
-        self.served: set[int] = set(before.get("served_versions", []))
-        self.tokens: int = before.get("tokens", 0)
-        self.rollout_s_before: float = before.get("rollout_s", 0.0)
-        self.wall_s_before: float = before.get("wall_s_before", 0.0) + before.get("wall_s", 0.0)
+        self.steps = _records(before, "history", "step")
+        self.publishes = _records(before, "publishes", "version")
+        self.events = _records(before, "events")
+        self.served: set[int] = {int(version) for version in before.get("served_versions", [])}
+        self.tokens = int(_number(before, "tokens"))
+        self.rollout_s_before = _number(before, "rollout_s")
+        self.wall_s_before = _number(before, "wall_s_before") + _number(before, "wall_s")
         self.outcomes: Counter[str] = Counter(
-            {key: before.get(key, 0) for key in ("accepted", "refused", "failed")}
+            {key: int(_number(before, key)) for key in ("accepted", "refused", "failed")}
         )
-        self.calibrations: int = before.get("calibrations", 0)
-        self.calibrate_s: float = before.get("calibrate_s", 0.0)
+        self.calibrations = int(_number(before, "calibrations"))
+        self.calibrate_s = _number(before, "calibrate_s")
         self._settled = previous is None
 
     def settle(self, step: int) -> None:
@@ -76,6 +77,22 @@ class Records:
         """Something else worth keeping."""
         self.events.append(record)
         del self.events[:-LIMIT]
+
+
+def _records(summary: Mapping[str, Any], key: str, numbered: str | None = None) -> list[Record]:
+    """The list of records under `key`; ValueError unless each has a number called `numbered`."""
+    found = summary.get(key, [])
+    for record in found if isinstance(found, list) else [None]:
+        if not isinstance(record, dict) or (numbered and not is_number(record.get(numbered))):
+            raise ValueError(f"{key}: {str(record)[:80]}, expected records with a {numbered}")
+    return list(found)
+
+
+def _number(summary: Mapping[str, Any], key: str) -> float:
+    value = summary.get(key, 0)
+    if not is_number(value):
+        raise ValueError(f"{key}: {str(value)[:80]}, expected a number")
+    return float(value)
 
 
 def outcome(publish: Mapping[str, Any]) -> str:

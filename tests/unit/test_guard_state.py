@@ -6,6 +6,7 @@ import resource
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,12 @@ from forge_ptq.training import checkpoints
 PUBLISHER = {"demoted": {"x.down_proj": 1}, "rolled_back": ["v3-a"], "share": 0.25}
 
 
-def make(step: int, version: int | None = None) -> GuardState:
+def newest(folder: Path, step: int) -> Any:
+    """None of them may be damaged."""
+    return guard_state.newest(folder, step, pytest.fail)
+
+
+def make(step: int, version: int | None = None) -> Any:
     parts = get_scheme("int8_static").quantize(torch.randn(3, 5), absmax=1.0)
     artifact = QuantizedArtifact.build(
         policy_version=step if version is None else version,
@@ -58,7 +64,7 @@ def test_everything_comes_back(tmp_path):
     state = make(40, version=39)
     path = guard_state.save(tmp_path, state)
     assert {file.suffix for file in path.rglob("*") if file.is_file()} == {".json", ".safetensors"}
-    found = guard_state.newest(tmp_path, 40, pytest.fail)
+    found = newest(tmp_path, 40)
     assert found is not None
     assert (found.step, found.publisher) == (40, PUBLISHER)
     assert found.artifact.manifest == state.artifact.manifest
@@ -71,7 +77,7 @@ def test_everything_comes_back(tmp_path):
 
 def test_nothing_serves_and_nothing_is_calibrated(tmp_path):
     guard_state.save(tmp_path, GuardState(2))
-    found = guard_state.newest(tmp_path, 2, pytest.fail)
+    found = newest(tmp_path, 2)
     assert found == GuardState(2)
     assert found.ref is None
 
@@ -79,10 +85,10 @@ def test_nothing_serves_and_nothing_is_calibrated(tmp_path):
 def test_the_newest_that_is_not_newer_than_the_trainer(tmp_path):
     for step, version in ((2, 1), (4, 3), (4, 4), (6, 5)):
         save(tmp_path, step, version)
-    found = guard_state.newest(tmp_path, 5, pytest.fail)
+    found = newest(tmp_path, 5)
     assert (found.step, found.ref.policy_version) == (4, 4)
-    assert guard_state.newest(tmp_path / "none", 5, pytest.fail) is None
-    assert guard_state.newest(tmp_path, 1, pytest.fail) is None
+    assert newest(tmp_path / "none", 5) is None
+    assert newest(tmp_path, 1) is None
 
 
 def test_they_go_with_the_checkpoints(tmp_path):
@@ -168,9 +174,9 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, limit):
     assert in_child(on_a_full_disk) == 1
     assert guard_state.found(tmp_path) == [(2, 1)]
     assert not list(tmp_path.glob(".guard-*"))
-    assert guard_state.newest(tmp_path, 9, pytest.fail).step == 2
+    assert newest(tmp_path, 9).step == 2
     guard_state.save(tmp_path, make(4))
-    assert guard_state.newest(tmp_path, 9, pytest.fail).step == 4
+    assert newest(tmp_path, 9).step == 4
 
 
 def test_killed_at_every_operation_on_files(tmp_path):
@@ -200,11 +206,11 @@ def test_killed_at_every_operation_on_files(tmp_path):
 
         status = in_child(save_and_die)
         assert status in (0, -signal.SIGKILL)
-        found = guard_state.newest(folder, 2, pytest.fail)
+        found = newest(folder, 2)
         assert found is not None, n
         steps.add(found.ref.policy_version)
         guard_state.save(folder, make(2, version=3))  # whatever was left is no hindrance
-        assert guard_state.newest(folder, 2, pytest.fail).ref.policy_version == 3
+        assert newest(folder, 2).ref.policy_version == 3
         if status == 0:
             break
     assert n > 10

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import resource
 import threading
 import time
 from itertools import pairwise
@@ -175,6 +176,71 @@ def test_a_run_that_starts_over_in_its_folder_has_no_step_twice(run_dir: RunDir)
     summary = second.summary()
     assert [r["reward"] for r in summary["history"]] == [0.25]
     assert (summary["accepted"], summary["refused"]) == (1, 0)
+
+
+def test_a_step_that_was_saved_and_not_recorded_has_its_record(run_dir: RunDir) -> None:
+    first = RunReport(run_dir, CONFIG)
+    first.end_step(1, reward=0.25)
+    second = RunReport(run_dir, CONFIG)  # the first died after the checkpoint of step 2
+    second.restore(2, reward=0.5)
+    second.end_step(3, reward=0.75)
+    assert [(r["step"], r["reward"]) for r in saved(run_dir)["history"]] == [
+        (1, 0.25), (2, 0.5), (3, 0.75),
+    ]  # fmt: skip
+    third = RunReport(run_dir, CONFIG)
+    third.restore(2, reward=0.5)
+    assert [r["step"] for r in third.summary()["history"]] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"history": [{"step": 1, "rew',
+        "",
+        "[1, 2]",
+        '{"history": {"step": 1}}',
+        '{"history": [{"reward": 1}]}',
+        '{"publishes": [{"version": "x"}]}',
+        '{"events": ["a"]}',
+        '{"tokens": "many"}',
+        '{"served_versions": ["x"]}',
+        '{"served_versions": 3}',
+    ],
+)
+def test_a_summary_that_cannot_be_used_is_set_aside(run_dir: RunDir, text: str) -> None:
+    for number in (1, 2):
+        run_dir.summary.write_text(text)
+        report = RunReport(run_dir, CONFIG)
+        assert (run_dir.path / f"summary.json.damaged-{number}").read_text() == text
+        report.restore(4)
+        report.end_step(5, reward=1.0)
+    summary = saved(run_dir)
+    assert [r["step"] for r in summary["history"]] == [5]
+    (event,) = summary["events"]
+    assert event["kind"] == "summary"
+    assert "summary.json.damaged-2" in event["text"]
+
+
+def test_a_full_disk_is_told_of_once_and_the_summary_stays_whole(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = RunReport(run_dir, CONFIG)
+    report.end_step(1, reward=1.0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        for step in (2, 3):
+            report.end_step(step, reward=1.0)
+        assert saved(run_dir)["steps"] == 1
+        assert report.finish("completed")["steps"] == 3
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert sorted(p.name for p in run_dir.path.glob("*summary*")) == ["summary.json"]
+    report.end_step(4, reward=1.0)
+    summary = saved(run_dir)
+    assert summary["steps"] == 4
+    (event,) = summary["events"]
+    assert "summary.json cannot be written" in event["text"]
 
 
 def test_totals_go_on_over_sessions(run_dir: RunDir) -> None:

@@ -2,7 +2,9 @@
 
 import asyncio
 
-from apps.grpo_ptq.pacing import RolloutBudget
+import pytest
+
+from apps.grpo_ptq.pacing import RolloutBudget, oldest_usable
 
 
 async def _blocks(coroutine) -> bool:
@@ -96,3 +98,18 @@ async def test_cancelled_waiter_leaves_no_trace():
     assert await _blocks(budget.acquire(1))
     await budget.delivered(1, kept=0)
     await asyncio.wait_for(budget.acquire(1), 1)
+
+
+@pytest.mark.parametrize(
+    ("step", "every", "off_by_n", "expected"),
+    [
+        (4, 1, 1, 3),  # step 5 trains on version 4 or 3; then version 5 is published
+        (4, 1, 0, 4),
+        (4, 4, 3, 4),  # steps 5 to 8 train version 4 to 7
+        (6, 4, 3, 4),  # resumed in between: steps 7 and 8
+        (9, 4, 1, 8),  # step 10 is the last
+        (10, 4, 1, 8),  # nothing is trained any more
+    ],
+)
+def test_oldest_version_that_may_serve(step, every, off_by_n, expected):
+    assert oldest_usable(step, 10, every, off_by_n) == expected
