@@ -29,6 +29,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from forge_ptq.config.guard import ProbationConfig
+from forge_ptq.config.loss import AlarmsConfig
+
 MAX_GAP = 20.0
 """Nats at which |gap| is held inside `ratio`: exp(20) is 5e8."""
 
@@ -196,3 +199,39 @@ def split(
         if any(row["tokens"] for row in members):
             parts |= {f"{name}/{label}": value for name, value in reduce(members).items()}
     return parts
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """A number of one training step that is over its limit, or under it."""
+
+    metric: str
+    value: float
+    key: str
+    """Of the limit in the configuration."""
+    limit: float
+
+    def __str__(self) -> str:
+        side = "under" if self.metric == "ess" else "over"
+        return f"{self.metric} {self.value:.4g} is {side} {self.key} = {self.limit:g}"
+
+
+def alarms(
+    metrics: Mapping[str, float], probation: ProbationConfig, limits: AlarmsConfig
+) -> list[Alarm]:
+    """The alarms of one training step's metrics (`reduce`), most basic first. The thresholds of the
+    mismatch itself are those on which the guard takes a version back."""
+    watched = ["rejected_fraction", "vetoed_fraction", "masked_fraction", "max_abs_gap"]
+    bounds = [(name, f"alarms.max_{name.removeprefix('max_')}") for name in watched]
+    bounds.append(("mismatch_k3", "ptq.guard.probation.max_mismatch_kl"))
+    bounds.append(("ess", "ptq.guard.probation.min_ess"))
+    raised = []
+    for metric, key in bounds:
+        block = probation if key.startswith("ptq.") else limits
+        limit, value = float(block[key.rpartition(".")[2]]), metrics.get(metric)
+        if value is None:
+            continue
+        beyond = value < limit if metric == "ess" else value > limit
+        if beyond or math.isnan(value):
+            raised.append(Alarm(metric, value, key, limit))
+    return raised

@@ -1,9 +1,8 @@
-"""What the loop is about: questions, episodes, rewards, advantages. Light: no model is loaded here.
+"""What the loop is about: questions, rewards, advantages. Light: no model is loaded here.
 
 sample   = await dataset.sample.call_one()          # {"request", "target", "index"}
 reward   = await rewards.evaluate_response.route(prompt, text, sample["target"])
 advantage = await advantages.compute.call_one(group)
-inputs, targets = collate(batches)                   # one list entry per data-parallel rank
 """
 
 from __future__ import annotations
@@ -13,136 +12,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from forge_ptq.runtime import Completion, ForgeActor, Reduce, endpoint, record_metric
+from forge_ptq.runtime import ForgeActor, Reduce, endpoint, record_metric
 
+from .episodes import Episode, Group, collate, mismatch_records
 from .questions import QuestionSet
 from .rewards import Scorer
 
-
-@dataclass
-class Episode:
-    """One response to one prompt, and what was learned about it.
-
-    Prompts are padded on the left to `request_len`, responses on the right to `response_len`.
-    The lengths, not the pad id, say what is padding: a response may contain the pad id.
-    """
-
-    episode_id: str
-    pad_id: int
-    request_len: int
-    response_len: int
-    target: Any = None
-    completion: Completion | None = None
-    ref_logprobs: torch.Tensor | None = None
-    """[response_len] fp32, log-probabilities under the reference policy."""
-    reward: float | None = None
-    advantage: float | None = None
-
-    def _completion(self) -> Completion:
-        if self.completion is None:
-            raise ValueError(f"episode {self.episode_id} has no completion yet")
-        return self.completion
-
-    @property
-    def policy_version(self) -> int | None:
-        """Version of the policy that sampled every token of the response."""
-        return self._completion().generator_version
-
-    @property
-    def prompt_length(self) -> int:
-        """Tokens of the prompt, padding not counted."""
-        return len(self._completion().prompt_ids)
-
-    @property
-    def response_length(self) -> int:
-        """Tokens of the response, the end token included, padding not counted."""
-        return len(self._completion().token_ids)
-
-    @property
-    def request_tensor(self) -> torch.Tensor:
-        """[request_len] int64, padded on the left."""
-        ids = torch.as_tensor(self._completion().prompt_ids, dtype=torch.long)
-        room = self.request_len - len(ids)
-        if room < 0:
-            raise ValueError(
-                f"max_req_tokens: {self.request_len}; this prompt has {len(ids)} tokens"
-            )
-        return F.pad(ids, (room, 0), value=self.pad_id)
-
-    @property
-    def response_tensor(self) -> torch.Tensor:
-        """[response_len] int64, padded on the right."""
-        ids = torch.as_tensor(self._completion().token_ids, dtype=torch.long)
-        return F.pad(ids, (0, self._room()), value=self.pad_id)
-
-    @property
-    def response_mask(self) -> torch.Tensor:
-        """[response_len] bool, true on the tokens that the policy sampled."""
-        return torch.arange(self.response_len) < self.response_length
-
-    @property
-    def generator_logprobs(self) -> torch.Tensor:
-        """[response_len] fp32, log-probabilities under the generator; 0 on padding."""
-        logprobs = self._completion().logprobs
-        if logprobs is None:
-            raise ValueError(f"episode {self.episode_id}: its completion has no logprobs")
-        values = torch.as_tensor(logprobs, dtype=torch.float32)
-        if values.shape != (self.response_length,):
-            raise ValueError(
-                f"episode {self.episode_id}: {tuple(values.shape)} logprobs for "
-                f"{self.response_length} tokens"
-            )
-        return F.pad(values, (0, self._room()))
-
-    def _room(self) -> int:
-        room = self.response_len - self.response_length
-        if room < 0:
-            raise ValueError(
-                f"max_res_tokens: {self.response_len}; this response has "
-                f"{self.response_length} tokens"
-            )
-        return room
-
-
-Group = list[Episode]
-"""The responses to one prompt."""
-
-
-def collate(batches: list[Group]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Episodes to tensors, one (inputs, targets) pair per data-parallel rank.
-
-    inputs: tokens [B, request_len + response_len] int64, prompt_lens [B] int64, rewards [B] fp32
-    (for the record).
-    targets: response [B, R] int64, padding_mask [B, R] bool, ref_logprobs [B, R] fp32,
-    generator_logprobs [B, R] fp32, advantages [B, 1] fp32.
-    """
-    inputs, targets = [], []
-    for batch in batches:
-        missing = [e.episode_id for e in batch if e.ref_logprobs is None or e.advantage is None]
-        if missing:
-            raise ValueError(f"episodes without ref_logprobs or advantage: {missing[:3]}")
-        request = torch.stack([e.request_tensor for e in batch])
-        response = torch.stack([e.response_tensor for e in batch])
-        ref_logprobs = [torch.as_tensor(e.ref_logprobs, dtype=torch.float32) for e in batch]
-        inputs.append(
-            {
-                "tokens": torch.cat([request, response], dim=1),
-                "prompt_lens": torch.tensor([e.prompt_length for e in batch]),
-                "rewards": torch.tensor([e.reward for e in batch], dtype=torch.float32),
-            }
-        )
-        targets.append(
-            {
-                "response": response,
-                "padding_mask": torch.stack([e.response_mask for e in batch]),
-                "ref_logprobs": torch.stack(ref_logprobs),
-                "generator_logprobs": torch.stack([e.generator_logprobs for e in batch]),
-                "advantages": torch.tensor([[e.advantage] for e in batch], dtype=torch.float32),
-            }
-        )
-    return inputs, targets
+__all__ = [
+    "ComputeAdvantages",
+    "DatasetActor",
+    "Episode",
+    "Group",
+    "RewardActor",
+    "collate",
+    "group_advantages",
+    "mismatch_records",
+]
 
 
 SKIP_LIMIT = 1_000
@@ -261,19 +147,29 @@ class RewardActor(ForgeActor):
         return score.reward
 
 
-def group_advantages(rewards: list[float], eps: float = 1e-4) -> list[float]:
-    """(reward - mean) / (std + eps) within one group; all zero where the rewards are equal."""
+def group_advantages(
+    rewards: list[float], eps: float = 1e-4, divide_by_std: bool = True
+) -> list[float]:
+    """(reward - mean) / (std + eps) within one group; all zero where the rewards are equal.
+
+    Without `divide_by_std` just reward - mean, as in Dr. GRPO (arXiv:2503.20783): dividing lets
+    questions whose rewards hardly differ count as much as those that are half solved.
+    """
     if not all(math.isfinite(r) for r in rewards):
         raise ValueError(f"rewards: {rewards}; expected finite numbers")
     values = torch.tensor(rewards, dtype=torch.float64)
     if len(values) < 2 or bool((values == values[0]).all()):
         return [0.0] * len(values)
-    return ((values - values.mean()) / (values.std() + eps)).tolist()
+    spread = values.std() + eps if divide_by_std else torch.ones_like(values[0])
+    return ((values - values.mean()) / spread).tolist()
 
 
 @dataclass
 class ComputeAdvantages(ForgeActor):
-    """Advantages of a group relative to its own mean, in units of its own spread."""
+    """Advantages of a group relative to its own mean, in units of its own spread if so asked.
+    Fields: the configuration's `advantages` block."""
+
+    divide_by_std: bool = True
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -284,7 +180,9 @@ class ComputeAdvantages(ForgeActor):
         rewards = [e.reward for e in group]
         if any(r is None for r in rewards):
             raise ValueError("a group with an episode that has no reward")
-        advantages = group_advantages([float(r) for r in rewards if r is not None])
+        advantages = group_advantages(
+            [float(r) for r in rewards if r is not None], divide_by_std=self.divide_by_std
+        )
         record_metric(
             "advantages/compute/share_zero_groups", float(not any(advantages)), Reduce.MEAN
         )

@@ -13,6 +13,7 @@ from .calibration import (
     SmoothingConfig,
 )
 from .load import load_config, load_mapping, save_config, to_yaml
+from .loss import AdvantagesConfig, AlarmsConfig, LossConfig
 from .placement import (
     ActorsConfig,
     ProcessOptions,
@@ -32,7 +33,6 @@ from .schema import (
     DatasetConfig,
     DebugConfig,
     InjectConfig,
-    LossConfig,
     MetricLoggingConfig,
     PolicyConfig,
     ReplayBufferConfig,
@@ -57,6 +57,8 @@ __all__ = [
     "SCHEMES",
     "ActivationCheckpointConfig",
     "ActorsConfig",
+    "AdvantagesConfig",
+    "AlarmsConfig",
     "Block",
     "CalibrationConfig",
     "CheckpointConfig",

@@ -10,6 +10,7 @@ from typing import Any
 from .build import Problems, closest
 from .checks_ptq import check_publishing, check_scales
 from .engine_keys import ENGINE_ARGS, SAMPLING_PARAMS, SET_BY_GENERATOR, describe, has_type
+from .loss import loss_problems, sampling_problems
 from .schema import RunConfig
 from .titan import ParallelismConfig
 
@@ -24,6 +25,10 @@ def check(config: RunConfig) -> Problems:
     _placement(config, problems)
     check_publishing(config, problems)
     check_scales(config, problems)
+    problems += loss_problems(config.loss)
+    problems += sampling_problems(
+        config.loss, config.policy.sampling_params, config.ref_model.temperature
+    )
     if "{question}" not in config.dataset.prompt_template:
         problems.append(("dataset.prompt_template", "expected {question} somewhere in it"))
     if config.reward.task != config.dataset.task:
@@ -100,13 +105,6 @@ def _engine(config: RunConfig, problems: Problems) -> None:
     if not isinstance(limit, int) or not 0 < limit <= config.max_res_tokens:
         message = f"got {limit}, expected 1 to max_res_tokens = {config.max_res_tokens}"
         problems.append((f"{base}.max_tokens", message))
-    # The loss takes the logprobs of the untouched softmax for those of the sampled distribution.
-    plain = {"temperature": (1,), "top_p": (1,), "top_k": (-1, 0), "min_p": (0,)}
-    for key, allowed in plain.items():
-        value = sampling.get(key)
-        if value is not None and value not in allowed and config.loss.rollout_correction == "tis":
-            message = f"got {value}, expected {allowed[0]} while loss.rollout_correction is tis"
-            problems.append((f"{base}.{key}", message))
 
 
 def _degrees(p: ParallelismConfig, procs: int, path: str, where: str, problems: Problems) -> int:

@@ -1,5 +1,6 @@
-"""Every option of a run. Top-level keys are torchforge's, plus `ptq`, `loss`, `debug` and a few
-scalars. `titan.py`, `ptq.py` and `placement.py` hold the larger blocks."""
+"""Every option of a run. Top-level keys are torchforge's, plus `ptq`, `loss`, `advantages`,
+`alarms`, `debug` and a few scalars. `titan.py`, `ptq.py`, `loss.py` and `placement.py` hold the
+larger blocks."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .block import Block, NaturalInt, NotNegative, Positive, PositiveInt
+from .loss import AdvantagesConfig, AlarmsConfig, LossConfig
 from .placement import ActorsConfig, ProvisionerConfig, ServicesConfig
 from .ptq import PTQConfig
 from .titan import RefModelConfig, TrainerConfig
@@ -130,23 +132,6 @@ class PolicyConfig(Block):
 
 
 @dataclass(kw_only=True)
-class LossConfig(Block):
-    """The GRPO loss."""
-
-    beta: NotNegative = 0.1
-    """Weight of the KL term to the reference model."""
-
-    aggregation: Literal["sequence_mean", "token_mean"] = "sequence_mean"
-    """Mean over each response, then over responses; or over all tokens alike."""
-
-    rollout_correction: Literal["none", "tis"] = "tis"
-    """`tis`: weight tokens by trainer over generator probability, truncated at `tis_cap`."""
-
-    tis_cap: Positive = 2.0
-    """Largest such weight."""
-
-
-@dataclass(kw_only=True)
 class ReplayBufferConfig(Block):
     """The replay buffer."""
 
@@ -244,6 +229,12 @@ class RunConfig(Block):
 
     loss: LossConfig = field(default_factory=LossConfig)
     """Loss."""
+
+    advantages: AdvantagesConfig = field(default_factory=AdvantagesConfig)
+    """Advantages."""
+
+    alarms: AlarmsConfig = field(default_factory=AlarmsConfig)
+    """Alarms of training."""
 
     replay_buffer: ReplayBufferConfig
     """Replay buffer."""

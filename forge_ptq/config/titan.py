@@ -211,3 +211,6 @@ class RefModelConfig(Block):
 
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Where its weights come from; only `initial_load_path` matters here."""
+
+    temperature: Positive = 1.0
+    """Divides its logits; loss.temperature."""

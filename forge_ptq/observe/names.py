@@ -25,6 +25,21 @@ def _metrics(prefix: str, *entries: tuple[str, Reduction, str]) -> list[MetricNa
     return [MetricName(f"{prefix}/{name}", reduction, text) for name, reduction, text in entries]
 
 
+SPLIT: tuple[tuple[str, Reduction], ...] = (
+    ("mismatch_k1", "mean"),
+    ("mismatch_k3", "mean"),
+    ("ratio_mean", "mean"),
+    ("ratio_std", "mean"),
+    ("ratio_max", "max"),
+    ("ess", "mean"),
+    ("max_abs_gap", "max"),
+    ("masked_fraction", "mean"),
+    ("vetoed_fraction", "mean"),
+    ("rejected_fraction", "mean"),
+)
+"""Numbers of the trainer that exist within each scheme of a generator's weights (int8_static,
+bf16_int8_dynamic...) and each age of its policy (age_0 to age_3, age_4_up) too."""
+
 METRICS: tuple[MetricName, ...] = (
     *_metrics(
         "reward/evaluate_response",
@@ -81,9 +96,17 @@ METRICS: tuple[MetricName, ...] = (
         ("logprob", "mean", "log-probability of the sampled tokens under the trainer"),
         ("mismatch_k1", "mean", "KL(generator || trainer), nats per token, k1 estimate"),
         ("mismatch_k3", "mean", "the same, k3 estimate: never negative, less noise"),
-        ("ratio", "mean", "trainer over generator probability of a sampled token"),
+        ("ratio_mean", "mean", "trainer over generator probability of a sampled token"),
+        ("ratio_std", "mean", "standard deviation of these ratios over the tokens"),
         ("ratio_max", "max", "the largest of them"),
-        ("ratio_capped", "mean", "share of tokens whose ratio is over loss.tis_cap"),
+        ("ess", "mean", "effective sample size of these ratios, share of the tokens"),
+        ("max_abs_gap", "max", "largest difference of one token's log-probability, nats"),
+        ("masked_fraction", "mean", "share of the tokens that a correction left out of the loss"),
+        ("vetoed_fraction", "mean", "share of the tokens in sequences under loss.veto_ratio"),
+        ("rejected_fraction", "mean", "share in sequences with a logprob that is not finite"),
+        ("ratio_capped", "mean", "share of tokens whose weight was cut at loss.tis_cap"),
+        ("clipped", "mean", "share of tokens whose policy term loss.clip_low or clip_high stopped"),
+        ("alarms", "sum", "numbers of a step that are over their limit: `alarms`, and probation's"),
         ("grad_norm", "mean", "gradient norm before clipping"),
         ("learning_rate", "mean", "learning rate"),
         ("tokens", "sum", "response tokens trained on"),
@@ -93,6 +116,13 @@ METRICS: tuple[MetricName, ...] = (
         ("seconds", "mean", "one training step, seconds"),
         ("push_weights_s", "mean", "weights into TorchStore, seconds"),
         ("save_s", "mean", "one checkpoint, seconds"),
+    ),
+    *_metrics(
+        "rl_trainer",
+        *(
+            (f"{name}/<split>", reduction, "the same within each scheme and policy age")
+            for name, reduction in SPLIT
+        ),
     ),
     *_metrics(
         "generator",

@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 TIMEOUT_S = 300.0
 """Longest wait for another rank in any collective."""
@@ -52,6 +53,24 @@ def sum_over_ranks(values: dict[str, float]) -> dict[str, float]:
 def max_over_ranks(values: dict[str, float]) -> dict[str, float]:
     """The largest of each value over all ranks."""
     return _reduce(values, dist.ReduceOp.MAX)
+
+
+def gather_rows(rows: Tensor, sizes: list[int], index: int) -> Tensor:
+    """[sizes[index], F] fp64 of each data-parallel rank -> [sum(sizes), F] of all, in their order.
+
+    `index` is this rank's place among them; ranks that share one hold the same rows. No value is
+    -inf. Raises ValueError where `rows` does not have the size announced.
+    """
+    if len(rows) != sizes[index]:
+        raise ValueError(f"{len(rows)} rows on data-parallel rank {index}; expected {sizes[index]}")
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return rows.cpu()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    whole = torch.full((sum(sizes), rows.shape[1]), -torch.inf, dtype=rows.dtype, device=device)
+    first = sum(sizes[:index])
+    whole[first : first + len(rows)] = rows.to(device)
+    dist.all_reduce(whole, op=dist.ReduceOp.MAX)
+    return whole.cpu()
 
 
 def _reduce(values: dict[str, float], op: dist.ReduceOp.RedOpType) -> dict[str, float]:

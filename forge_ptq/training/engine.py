@@ -11,12 +11,10 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import logging
 import math
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,48 +23,15 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from forge_ptq import mismatch
 from forge_ptq.config.titan import TrainerConfig
-from forge_ptq.loss import LossOutput
 from forge_ptq.models import checkpoint
 
-from . import checkpoints, distributed, packing, titan
+from . import checkpoints, distributed, titan
+from .backward import Batch, backward
 from .optimizer import build_lr_scheduler, build_optimizer
 
 log = logging.getLogger(__name__)
-
-Batch = dict[str, Any]
-
-
-def response_logits(
-    built: titan.BuiltModel, tokens: Tensor, prompt_lens: Tensor, response_len: int
-) -> Tensor:
-    """[B, R, V] logits that score each response token.
-
-    `tokens` [B, request_len + R] is padded on the left, `prompt_lens` [B] counts prompt tokens.
-    The output head runs on response positions only, where it is not sharded by tensor parallelism.
-    """
-    request_len = tokens.shape[1] - response_len
-    packed = packing.pack(tokens, prompt_lens, request_len)
-    if packed.shape[1] > built.seq_len:
-        raise ValueError(
-            f"training.seq_len: {built.seq_len}; this batch has sequences of {packed.shape[1]}"
-        )
-    index = packing.response_index(prompt_lens, response_len)
-    if built.parallel_dims is not None and built.parallel_dims.tp > 1:
-        logits = built.model(packed)
-        if isinstance(logits, DTensor):
-            logits = logits.full_tensor()
-        return packing.take(logits, index)
-
-    def only_responses(module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor]:
-        return (packing.take(args[0], index),)
-
-    head: Any = built.model.lm_head
-    hook = head.register_forward_pre_hook(only_responses)
-    try:
-        return built.model(packed)
-    finally:
-        hook.remove()
 
 
 class TrainEngine:
@@ -109,10 +74,11 @@ class TrainEngine:
         """Steps whose loss or gradient was not finite."""
         self.extra: dict[str, Any] = {}
         """The application's own state, kept in checkpoints."""
+        self.sequences: list[dict[str, float]] = []
+        """Mismatch of each sequence of the last step, over all data-parallel ranks in the order of
+        the inputs: a value for each of mismatch.COLUMNS. Empty where the loss compares nothing."""
         self.save_error = ""
         """Why the last checkpoint that was due could not be saved; empty if it was."""
-        accepted = inspect.signature(loss).parameters
-        self._takes = None if _takes_anything(accepted) else set(accepted)
 
     # ---- training ----
 
@@ -131,8 +97,10 @@ class TrainEngine:
         self.model.train()
         learning_rate = self.lr_schedulers.schedulers[0].get_last_lr()[0]
         rank = self.built.dp_rank
-        loss, sums, maxima = self._forward_backward(inputs[rank], targets[rank])
-        norm = self._clip()
+        size = self.config.training.local_batch_size
+        done = backward(self.built, self.loss, inputs[rank], targets[rank], size)
+        self.sequences = self._gather(done.rows, inputs)
+        norm, loss = self._clip(), done.loss
         finite = math.isfinite(loss) and math.isfinite(norm)
         if finite:
             self.optimizers.step()
@@ -150,64 +118,18 @@ class TrainEngine:
             "skipped": float(not finite),
             "skipped_total": float(self.skipped),
             "step": float(self.step_count),
-            **_means(sums),
-            **maxima,
+            **_means(done.sums),
+            **done.maxima,
+            **_mismatch(self.sequences, inputs, self.step_count - 1),
         }
         metrics["seconds"] = time.perf_counter() - started
         return metrics
 
-    def _forward_backward(
-        self, inputs: Batch, targets: Batch
-    ) -> tuple[float, dict[str, float], dict[str, float]]:
-        """Accumulates gradients over micro-batches; loss, sums and maxima over all ranks."""
-        device = titan.device_type()
-        inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()}
-        targets = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in targets.items()}
-        tokens, targets = packing.trim(inputs["tokens"], targets)
-        response_len = targets["response"].shape[1]
-        prompt_lens = inputs.get("prompt_lens")
-        if prompt_lens is None:
-            request_len = tokens.shape[1] - response_len
-            prompt_lens = packing.prompt_lengths(tokens, request_len, self.built.pad_id)
-        weigh = getattr(self.loss, "weight", None)
-        share = weigh(targets["padding_mask"]) if weigh else float(len(tokens))
-        denominator = distributed.sum_over_ranks({"share": share})["share"]
-
-        total = 0.0
-        sums: dict[str, float] = defaultdict(float)
-        maxima: dict[str, float] = defaultdict(float)
-        for part in self._micro_batches(len(tokens)):
-            logits = response_logits(self.built, tokens[part], prompt_lens[part], response_len)
-            kwargs = {k: v[part] if isinstance(v, Tensor) else v for k, v in targets.items()}
-            if weigh:
-                output = self.loss(logits, **kwargs, denominator=denominator)
-            else:
-                output = self._plain_loss(logits, kwargs, (part.stop - part.start) / denominator)
-            output.loss.backward()
-            total += float(output.loss.detach())
-            for name, value in output.sums.items():
-                sums[name] += float(value)
-            for name, value in output.maxima.items():
-                maxima[name] = max(maxima[name], float(value))
-        return (
-            distributed.sum_over_ranks({"loss": total})["loss"],
-            distributed.sum_over_ranks(dict(sums)),
-            distributed.max_over_ranks(dict(maxima)),
-        )
-
-    def _plain_loss(self, logits: Tensor, targets: Batch, share: float) -> LossOutput:
-        """A loss in torchforge's form, a function that returns the mean over its batch."""
-        takes = self._takes
-        kept = {k: v for k, v in targets.items() if takes is None or k in takes}
-        result = self.loss(logits, **kept)
-        if isinstance(result, LossOutput):
-            return result._replace(loss=result.loss * share)
-        tokens = targets["padding_mask"].sum().float()
-        return LossOutput(result * share, {"tokens": tokens}, {})
-
-    def _micro_batches(self, batch: int) -> Iterator[slice]:
-        size = self.config.training.local_batch_size
-        return (slice(i, min(i + size, batch)) for i in range(0, batch, size))
+    def _gather(self, rows: Tensor | None, inputs: list[Batch]) -> list[dict[str, float]]:
+        if rows is None:
+            return []
+        sizes = [len(part["tokens"]) for part in inputs]
+        return mismatch.as_rows(distributed.gather_rows(rows, sizes, self.built.dp_rank))
 
     def _clip(self) -> float:
         """Clips the gradients to training.max_norm; returns their norm before, over all ranks."""
@@ -303,13 +225,24 @@ class TrainEngine:
         return self.step_count
 
 
-def _takes_anything(parameters: Any) -> bool:
-    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-
-
 def _means(sums: dict[str, float]) -> dict[str, float]:
     """Sums over tokens to means over tokens; `tokens` stays a count."""
     tokens = max(sums.get("tokens", 0.0), 1.0)
-    names = {"ratio": "ratio_mean"}
-    means = {names.get(k, k): v / tokens for k, v in sums.items() if k != "tokens"}
+    means = {k: v / tokens for k, v in sums.items() if k != "tokens"}
     return {"tokens": sums.get("tokens", 0.0), **means}
+
+
+def _mismatch(
+    rows: list[dict[str, float]], inputs: list[Batch], trained_version: int
+) -> dict[str, float]:
+    """Numbers of the step's mismatch; by scheme and age too, where the inputs tell those."""
+    if not rows:
+        return {}
+    schemes, versions = (
+        [value for part in inputs for value in part[key]]
+        if all(key in part for part in inputs)
+        else None
+        for key in ("schemes", "policy_versions")
+    )
+    ages = None if versions is None else [trained_version - int(v) for v in versions]
+    return {**mismatch.reduce(rows), **mismatch.split(rows, schemes, ages)}

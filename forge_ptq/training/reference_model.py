@@ -34,6 +34,8 @@ class ReferenceModel(ForgeActor):
     checkpoint: Any = field(default_factory=dict)
     compile: Any = field(default_factory=dict)
     training: Any = field(default_factory=dict)
+    temperature: float = 1.0
+    """Divides the logits, as sampling did."""
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -82,13 +84,13 @@ class ReferenceModel(ForgeActor):
                 checkpoint's padding token is taken for padding.
 
         Returns:
-            [B, R] fp32 log-probabilities of the response tokens (padding's mean nothing), or
-            [B, R, V] fp32 logits at the positions that predict them.
+            [B, R] fp32 log-probabilities of the response tokens at `temperature` (padding's mean
+            nothing), or [B, R, V] fp32 logits at the positions that predict them.
         """
         from forge_ptq.loss import token_logprobs
 
         from . import packing, titan
-        from .engine import response_logits
+        from .backward import response_logits
 
         started = time.perf_counter()
         tokens = input_ids.to(titan.device_type())
@@ -98,8 +100,9 @@ class ReferenceModel(ForgeActor):
         lens = prompt_lens.to(tokens.device)
         with torch.no_grad():  # not inference_mode: FSDP's hooks do not support it
             logits = response_logits(self._built, tokens, lens, response_len).float()
+            response = tokens[:, max_req_tokens:]
             result = (
-                token_logprobs(logits, tokens[:, max_req_tokens:]) if return_logprobs else logits
+                token_logprobs(logits, response, self.temperature) if return_logprobs else logits
             )
         record_metric("reference_perf/forward/count_forward_passes", 1, Reduce.SUM)
         record_metric("reference_perf/forward/avg_sequence_length", input_ids.shape[1], Reduce.MEAN)

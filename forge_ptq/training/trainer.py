@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from forge_ptq.config.loss import LossConfig
 from forge_ptq.config.titan import (
     ActivationCheckpointConfig,
     CheckpointConfig,
@@ -20,6 +21,7 @@ from forge_ptq.config.titan import (
     TrainingConfig,
 )
 from forge_ptq.loss import GRPOLoss
+from forge_ptq.mismatch import MAXIMA
 from forge_ptq.runtime import ForgeActor, Reduce, endpoint, record_metric
 
 PUSH_TIMEOUT_S = 600.0
@@ -45,6 +47,7 @@ class TitanTrainer(ForgeActor):
         trainer = await TitanTrainer.options(procs=1).as_actor(**cfg.trainer, loss=cfg.loss)
         start = await trainer.resume_step.call_one()
         metrics = await trainer.train_step.call(inputs, targets)     # every rank, dp-split lists
+        rows = await trainer.sequence_mismatch.call_one()            # of that step's sequences
         await trainer.push_weights.call(version)                     # HF names, bf16, to the store
 
     Checkpoints: `checkpoint.interval` steps apart and after the last step, written inside
@@ -61,7 +64,8 @@ class TitanTrainer(ForgeActor):
     activation_checkpoint: Any = field(default_factory=dict)
     compile: Any = field(default_factory=dict)
     loss: Any = field(default_factory=GRPOLoss)
-    """A GRPOLoss, its fields, or a function in torchforge's form: loss(logits, **targets)."""
+    """A GRPOLoss, its fields as a mapping or `loss` block, or a function in torchforge's form:
+    loss(logits, **targets)."""
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -78,8 +82,8 @@ class TitanTrainer(ForgeActor):
         names = {f.name for f in fields(TrainerConfig)}
         made = {n: block(kind, getattr(self, n), f"trainer.{n}") for n, kind in blocks.items()}
         self.config = TrainerConfig(**{n: made[n] for n in names})
-        if isinstance(self.loss, Mapping):
-            self.loss = block(GRPOLoss, self.loss, "loss")
+        if isinstance(self.loss, Mapping) or type(self.loss) is LossConfig:
+            self.loss = block(GRPOLoss, dict(**self.loss), "loss")
 
     @endpoint
     async def setup(self) -> None:
@@ -99,8 +103,11 @@ class TitanTrainer(ForgeActor):
         """One step; each list has one entry per data-parallel rank (see apps' `collate`).
 
         `extra` is the application's own state (JSON) to keep in a checkpoint made after this step.
-        Returns loss, grad_norm, kl_ref, entropy, mismatch_k1, mismatch_k3, ratio_mean, ratio_max,
-        ratio_capped, tokens, skipped, learning_rate, step, seconds: numbers over all ranks.
+        Returns numbers over all ranks: loss, policy_loss, grad_norm, kl_ref, entropy, logprob,
+        ratio_capped, clipped, tokens, skipped, learning_rate, step, seconds, and where the loss
+        compares with the generator those of `mismatch.reduce`. Where `inputs` has "schemes" and
+        "policy_versions", one entry per sequence, these also within each scheme and age of the
+        policy, as in "mismatch_k3/int8_static" and "mismatch_k3/age_1".
         """
         if extra is not None:
             self.engine.extra = extra
@@ -111,6 +118,13 @@ class TitanTrainer(ForgeActor):
         if self.engine.save_if_due() is not None and self._rank == 0:
             record_metric("rl_trainer/save_s", time.perf_counter() - started, Reduce.MEAN)
         return metrics
+
+    @endpoint
+    async def sequence_mismatch(self) -> list[dict[str, float]]:
+        """Of each sequence of the last step, over all ranks in the order of the inputs: a value for
+        each of mismatch.COLUMNS. Every rank returns the same. Empty before the first step, and
+        where the loss does not compare with the generator."""
+        return self.engine.sequences
 
     @endpoint
     async def push_weights(self, policy_version: int) -> None:
@@ -162,7 +176,7 @@ def _record(metrics: dict[str, float]) -> None:
             record_metric("rl_trainer/avg_loss", value, Reduce.MEAN)
         elif name in {"tokens", "skipped"}:
             record_metric(f"rl_trainer/{name}", value, Reduce.SUM)
-        elif name in {"step", "skipped_total", "ratio_max"}:
+        elif name.partition("/")[0] in {"step", "skipped_total", *MAXIMA}:
             record_metric(f"rl_trainer/{name}", value, Reduce.MAX)
         else:
             record_metric(f"rl_trainer/{name}", value, Reduce.MEAN)

@@ -15,7 +15,8 @@ from forge_ptq.config.titan import ParallelismConfig
 from forge_ptq.loss import GRPOLoss, token_logprobs
 from forge_ptq.models import checkpoint
 from forge_ptq.training import checkpoints, distributed, titan
-from forge_ptq.training.engine import TrainEngine, response_logits
+from forge_ptq.training.backward import response_logits
+from forge_ptq.training.engine import TrainEngine
 from tests.integration.trainer_support import (
     REQUEST,
     RESPONSE,
@@ -23,6 +24,7 @@ from tests.integration.trainer_support import (
     batch,
     config,
     save_policy,
+    weights,
 )
 
 LLAMA3_ROPE = {
@@ -112,59 +114,6 @@ def test_missing_tensor_is_named(policies, tmp_path):
     checkpoint.save_tensors(tmp_path, state)
     with pytest.raises(ValueError, match=r"missing \['norm\.weight'\]"):
         titan.build(tmp_path, seq_len=64)
-
-
-def weights(engine: TrainEngine) -> dict[str, torch.Tensor]:
-    return {k: v.clone() for k, v in engine.full_hf_state(torch.float32).items()}
-
-
-def test_micro_batches_equal_the_whole_batch(policies):
-    after = []
-    for size in (8, 3):
-        engine = TrainEngine(
-            config(policies["qwen3_tied"], local_batch_size=size),
-            GRPOLoss(aggregation="token_mean"),
-        )
-        inputs, targets = batch(size=8)
-        metrics = engine.step([inputs], [targets])
-        after.append((metrics, weights(engine)))
-    (whole, a), (parts, b) = after
-    for name in ("loss", "grad_norm", "kl_ref", "entropy", "ratio_mean", "ratio_max", "tokens"):
-        assert parts[name] == pytest.approx(whole[name], rel=1e-4), name
-    assert max(float((a[k] - b[k]).abs().max()) for k in a) < 2e-4  # Adam amplifies rounding
-
-
-def test_metrics_of_the_first_step(policies):
-    """With the policy itself as reference and generator there is nothing to correct."""
-    engine = TrainEngine(config(policies["qwen3_tied"]), GRPOLoss())
-    inputs, targets = batch()
-    with torch.no_grad():
-        own = token_logprobs(
-            response_logits(engine.built, inputs["tokens"], inputs["prompt_lens"], RESPONSE),
-            targets["response"],
-        )
-    targets["ref_logprobs"] = targets["generator_logprobs"] = own
-    metrics = engine.step([inputs], [targets])
-    assert metrics["mismatch_k3"] == pytest.approx(0, abs=1e-6)
-    assert metrics["kl_ref"] == pytest.approx(0, abs=1e-6)
-    assert metrics["ratio_max"] == pytest.approx(1, abs=1e-4)
-    assert 0 < metrics["entropy"] < math.log(VOCAB)
-    assert metrics["tokens"] == float(targets["padding_mask"].sum())
-
-
-def test_plain_loss_in_torchforges_form(policies):
-    def loss(logits, response, ref_logprobs, advantages, padding_mask):
-        lp = token_logprobs(logits, response)
-        ratio = torch.exp(lp - lp.detach())
-        per_token = -(ratio * advantages) * padding_mask
-        return (per_token.sum(1) / padding_mask.sum(1).clamp(min=1)).mean()
-
-    plain = TrainEngine(config(policies["qwen3_tied"], local_batch_size=3), loss)
-    own = TrainEngine(config(policies["qwen3_tied"]), GRPOLoss(beta=0.0, rollout_correction="none"))
-    inputs, targets = batch(size=8)
-    a, b = (e.step([inputs], [dict(targets)]) for e in (plain, own))
-    assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
-    assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])

@@ -16,6 +16,7 @@ from forge_ptq.config.titan import (
     TrainerConfig,
     TrainingConfig,
 )
+from forge_ptq.training.engine import TrainEngine
 
 VOCAB = 96
 REQUEST, RESPONSE = 10, 6
@@ -93,3 +94,8 @@ def config(policy: Path, folder: Path | None = None, **training: Any) -> Trainer
             enable=folder is not None, folder=str(folder or "unused"), interval=1, keep_latest_k=2
         ),
     )
+
+
+def weights(engine: TrainEngine) -> dict[str, torch.Tensor]:
+    """A copy of the policy's weights, whole and in fp32, under HF names."""
+    return {k: v.clone() for k, v in engine.full_hf_state(torch.float32).items()}
