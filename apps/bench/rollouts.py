@@ -2,9 +2,10 @@
 
 Usage: python -m apps.bench.rollouts --model models/smollm2_135m --out rollouts.jsonl
 
-Questions of several reasoning-gym tasks in the model's chat template, each answered once by the
-model itself at temperature 1 in full precision. One object per line: prompt_ids, token_ids (of the
-response, its end token included), reward (the task's own score), prompt (text).
+Questions of several reasoning-gym tasks in the model's chat template, each answered once (or
+--responses times) by the model itself at temperature 1 in full precision. One object per line:
+prompt_ids, token_ids (of the response, its end token included), reward (the task's own score),
+prompt (text).
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ def main() -> None:
     options.add_argument("--model", required=True, help="local bf16 HF checkpoint")
     options.add_argument("--out", type=Path, required=True)
     options.add_argument("--count", type=int, default=96)
+    options.add_argument("--responses", type=int, default=1, help="per question")
     options.add_argument("--batch", type=int, default=48)
     options.add_argument("--max-prompt", type=int, default=256, help="tokens")
     options.add_argument("--max-tokens", type=int, default=128, help="of a response")
@@ -100,7 +102,8 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
     torch.manual_seed(arguments.seed)
-    questions = ask(tokenizer, arguments.count, arguments.seed, arguments.max_prompt)
+    distinct = ask(tokenizer, arguments.count, arguments.seed, arguments.max_prompt)
+    questions = [question for question in distinct for _ in range(arguments.responses)]
     scorers = {task: Scorer(task, extract="tag_or_last_number") for task in TASKS}
     partial = arguments.out.with_suffix(".partial")
     with partial.open("w") as file:

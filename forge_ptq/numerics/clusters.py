@@ -3,8 +3,18 @@
 Tokens of one rollout move together, and so do rollouts of one prompt. With s_C the sum and n_C the
 number of tokens of each cluster, the mean is m = sum(s) / sum(n) and its variance
 ``C / (C - 1) * sum((s_c - m n_c)^2) / sum(n)^2`` (the ratio estimator's: Cochran, "Sampling
-Techniques", 3rd edition, 1977, section 6.4). Intervals use Student's t with C - 1 degrees of
-freedom.
+Techniques", 3rd edition, 1977, section 6.4).
+
+Few clusters carry much of the sum (KL is such a quantity), so most means fall short of the truth a
+little while their errors come out small too, and Student's symmetric interval lies wholly under the
+truth far too often: 7 % of the time instead of 2.5 % on KL of 32 real rollouts. So intervals are
+Student's with C - 1 degrees of freedom, corrected for the skewness g of the clusters' residuals by
+Hall's cubic transformation ("On the removal of skewness by transformation", J. R. Statist. Soc. B
+54, 1992): with x = +-t / sqrt(C)
+
+    bound = m - se * sqrt(C) * 3 / g * (cbrt(1 + g * (x - g / (6 C))) - 1)
+
+which brings it to 4.5 % there, and to 2.5 % at 128. `apps/bench/decision.py` measures both.
 
 Shape suffixes: G rollouts, C clusters, R scored tokens of one rollout.
 """
@@ -17,6 +27,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+
+SYMMETRIC = 1e-9
+"""Skewness under which there is nothing to correct."""
 
 
 @lru_cache(maxsize=4096)
@@ -61,17 +74,28 @@ class ClusterMean:
     se: float
     clusters: int
     tokens: int
+    skewness: float = 0.0
+    """Of the clusters' residuals, third moment over the second's power of 3/2."""
 
     def interval(self, confidence: float) -> tuple[float, float]:
         """Confidence interval of the mean."""
         if not math.isfinite(self.se):
             return (-math.inf, math.inf)
-        half = t_quantile(confidence, self.clusters - 1) * self.se
-        return (self.mean - half, self.mean + half)
+        t = t_quantile(confidence, self.clusters - 1)
+        return (self._bound(t), self._bound(-t))
+
+    def _bound(self, t: float) -> float:
+        if abs(self.skewness) < SYMMETRIC:
+            return self.mean - t * self.se
+        root = math.sqrt(self.clusters)
+        shifted = t / root - self.skewness / (6 * self.clusters)
+        moved = 3 / self.skewness * (math.cbrt(1 + self.skewness * shifted) - 1)
+        return self.mean - self.se * root * moved
 
 
 def cluster_mean(
-    values_GR: Sequence[torch.Tensor], clusters_G: Sequence[Hashable] | None = None
+    values_GR: Sequence[torch.Tensor],
+    clusters_G: Sequence[Hashable] | None = None,
 ) -> ClusterMean:
     """Mean over all tokens of G rollouts of unequal length; rollouts without tokens are ignored.
 
@@ -90,7 +114,10 @@ def cluster_mean(
     mean = sum(sums.values()) / total
     if clusters < 2:
         return ClusterMean(mean, math.inf, clusters, total)
-    squares = sum((sums[label] - mean * counts[label]) ** 2 for label in counts)
-    return ClusterMean(
-        mean, math.sqrt(clusters / (clusters - 1) * squares) / total, clusters, total
-    )
+    residuals = [sums[label] - mean * counts[label] for label in counts]
+    squares = math.fsum(residual**2 for residual in residuals)
+    if squares == 0.0:
+        return ClusterMean(mean, 0.0, clusters, total)
+    error = math.sqrt(clusters / (clusters - 1) * squares) / total
+    cubes = math.fsum(residual**3 for residual in residuals)
+    return ClusterMean(mean, error, clusters, total, cubes / squares**1.5 * math.sqrt(clusters))

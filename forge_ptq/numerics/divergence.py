@@ -154,7 +154,7 @@ def compare(
             int((~torch.isfinite(kl_R) | (kl_R < -KL_ROUNDING)).sum()) for kl_R in kl_GR
         )
     nll = cluster_mean(deltas_GR, clusters_G)
-    kl = cluster_mean(kl_GR, clusters_G) if kl_GR is not None else None
+    kl = None if kl_GR is None else cluster_mean(kl_GR, clusters_G)
     if kl_GR is not None and kl is not None:
         deciding, per_sequence, estimator = kl, list(kl_GR), "kl"
     else:

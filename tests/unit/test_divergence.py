@@ -131,6 +131,44 @@ def test_t_quantile_edges():
             t_quantile(confidence, 5)
 
 
+def test_without_skewness_the_interval_is_students():
+    values = [torch.tensor([1.0]), torch.tensor([2.0]), torch.tensor([3.0])]
+    result = cluster_mean(values)
+    half = t_quantile(0.9, 2) * result.se
+    assert result.skewness == pytest.approx(0.0, abs=1e-12)
+    assert result.interval(0.9) == pytest.approx((2.0 - half, 2.0 + half))
+    assert cluster_mean([torch.ones(3)] * 4).interval(0.95) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_corrected_bounds_solve_halls_equation(seed):
+    """T + g / sqrt(n) (T^2 / 3 + 1 / 6) + g^2 T^3 / (27 n) is t where a bound is the truth."""
+    generator = torch.Generator().manual_seed(seed)
+    values = [torch.rand(1 + g, generator=generator) ** 4 for g in range(12)]
+    result, t = cluster_mean(values), t_quantile(0.95, 11)
+    sums = torch.tensor([float(v.sum()) for v in values], dtype=torch.float64)
+    counts = torch.arange(1, 13, dtype=torch.float64)
+    residuals = sums - float(sums.sum() / counts.sum()) * counts
+    g = float((residuals**3).mean() / (residuals**2).mean() ** 1.5)
+    assert result.skewness == pytest.approx(g, rel=1e-5)
+    for bound, expected in zip(result.interval(0.95), (t, -t), strict=True):
+        big_t = (result.mean - bound) / result.se
+        left = big_t + g / math.sqrt(12) * (big_t**2 / 3 + 1 / 6) + g**2 * big_t**3 / (27 * 12)
+        assert left == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_upper_bound_of_skewed_values_holds_better_when_corrected():
+    generator = torch.Generator().manual_seed(8)
+    draws = (torch.randn(600, 48, 1, generator=generator) * 0.8).exp()
+    truth, corrected, students = math.exp(0.8**2 / 2), 0, 0
+    for values_GR in draws:
+        result = cluster_mean(list(values_GR))
+        corrected += result.interval(0.95)[1] < truth
+        students += result.mean + t_quantile(0.95, 47) * result.se < truth
+    assert students > 2 * 0.025 * 600
+    assert corrected < 0.7 * students
+
+
 def test_one_cluster_has_no_standard_error():
     result = cluster_mean([torch.ones(5)])
     assert result.se == math.inf
