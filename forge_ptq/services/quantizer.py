@@ -36,6 +36,7 @@ from typing import Any, TypeVar
 import torch
 
 from forge_ptq import store
+from forge_ptq.numerics import observer_native
 from forge_ptq.numerics.plan import QuantPlan
 from forge_ptq.numerics.stats_table import Layout
 from forge_ptq.runtime import ForgeActor, concurrent_endpoint, endpoint
@@ -118,6 +119,8 @@ class Quantizer(ForgeActor):
             model = build_model(self.model_path, self.dtype)
             shard(model, ranks.size)
             policy = PolicyCopy(model, self.plan)
+            if next(model.parameters()).device.type == "cpu":
+                observer_native.kernel()  # compiled now, not while a calibration is waited for
             return policy, ranks.gather((socket.gethostname(), os.getpid()))
 
         policy, processes = await self._run(build)
