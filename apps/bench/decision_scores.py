@@ -1,10 +1,10 @@
 """Per-token scores of candidates good, bad and in between, for `apps.bench.decision`.
 
 Usage: python -m apps.bench.decision_scores --model models/smollm2_135m --data rollouts.jsonl
-       --out scores.pt [--only REGEX ...]
+       --out scores.pt [--only REGEX ...] [--pool-data several_per_prompt.jsonl]
 
 Rollouts (as `apps.bench.rollouts` writes them) are split by prompt: some calibrate, the others are
-the pool that every candidate is scored on. Quantization is simulated with the served integers. The
+the pool that every candidate is scored on, unless the pool has a file of its own. Quantization is simulated with the served integers. The
 file is written after every candidate; a second call scores those that are missing.
 """
 
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from apps.bench.ladder import Ladder, Recipe
+from apps.bench.ladder_data import read
 from apps.bench.ladder_rows import DOWN, dynamic, smoothed, static
 from forge_ptq.numerics.divergence import compare
 from forge_ptq.numerics.planner import DYNAMIC, FULL, STATIC
@@ -115,6 +116,8 @@ class Pool:
         self.options = options
         self.ladder = Ladder(options)
         self.rollouts = self.ladder.held_out
+        if options.pool_data is not None:
+            self.rollouts = read(options.pool_data, self.ladder.policy.model.config)
         self.hidden = self.ladder.policy.reference(self.rollouts)
         self._evaluators: list[tuple[Any, DamagedEvaluator]] = []
         self.scored: dict[str, Any] = {}
@@ -139,8 +142,8 @@ class Pool:
         evaluator.damage = candidate.damage
         scores = evaluator.scores(recipe.layers, recipe.ranges)
         self.scored[name] = {"kl": scores.kl_GR, "logprobs": scores.logprobs_GR}
-        reference = {"reference": scores.reference_GR}
-        torch.save({"candidates": self.scored, **reference}, self.options.out)
+        shared = {"reference": scores.reference_GR, "groups": [r.group for r in self.rollouts]}
+        torch.save({"candidates": self.scored, **shared}, self.options.out)
         return scores
 
 
@@ -150,6 +153,7 @@ def settings(arguments: list[str] | None = None) -> argparse.Namespace:
     options.add_argument("--model", required=True, help="local HF checkpoint")
     options.add_argument("--data", type=Path, required=True, help="rollouts, JSON lines")
     options.add_argument("--out", type=Path, required=True, help="scores, written by torch.save")
+    options.add_argument("--pool-data", type=Path, help="rollouts of the pool, JSON lines")
     options.add_argument("--only", nargs="+", default=[""], metavar="REGEX")
     options.add_argument("--calibrate", type=int, default=40, help="rollouts that calibrate")
     options.add_argument("--pool", type=int, default=160, help="rollouts that are scored")
