@@ -9,7 +9,6 @@ records = mismatch_records(inputs, rows, step)         # for the guard's probati
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ import torch.nn.functional as F
 
 from forge_ptq.mismatch import Row, SequenceMismatch
 from forge_ptq.runtime import Completion
+from forge_ptq.services.sampler import prompt_digest
 
 
 @dataclass
@@ -63,8 +63,7 @@ class Episode:
     @property
     def group(self) -> str:
         """Names the prompt: responses to the same one share it."""
-        ids = torch.as_tensor(self._completion().prompt_ids, dtype=torch.int64)
-        return hashlib.sha256(ids.numpy().tobytes()).hexdigest()[:16]
+        return prompt_digest([int(token) for token in self._completion().prompt_ids])
 
     def _metadata(self) -> dict[str, Any]:
         return self._completion().metadata or {}

@@ -105,9 +105,9 @@ class TitanTrainer(ForgeActor):
         `extra` is the application's own state (JSON) to keep in a checkpoint made after this step.
         Returns numbers over all ranks: loss, policy_loss, grad_norm, kl_ref, entropy, logprob,
         ratio_capped, clipped, tokens, skipped, learning_rate, step, seconds, and where the loss
-        compares with the generator those of `mismatch.reduce`. Where `inputs` has "schemes" and
-        "policy_versions", one entry per sequence, these also within each scheme and age of the
-        policy, as in "mismatch_k3/int8_static" and "mismatch_k3/age_1".
+        compares with the generator those of `mismatch.reduce`. They go to the metric logger too;
+        where `inputs` has "schemes" and "policy_versions", one entry per sequence, along with the
+        same within each scheme and age of the policy (rl_trainer/mismatch_k3/int8_static).
         """
         if extra is not None:
             self.engine.extra = extra
@@ -117,7 +117,7 @@ class TitanTrainer(ForgeActor):
         started = time.perf_counter()
         if self.engine.save_if_due() is not None and self._rank == 0:
             record_metric("rl_trainer/save_s", time.perf_counter() - started, Reduce.MEAN)
-        return metrics
+        return {name: value for name, value in metrics.items() if "/" not in name}
 
     @endpoint
     async def sequence_mismatch(self) -> list[dict[str, float]]:

@@ -125,9 +125,10 @@ async def test_two_ranks_train_as_one(policies, kind):
     twin = TrainEngine(config(policies[kind]), loss)
     alone = twin.step([inputs], [targets])
     assert 0.1 < alone["masked_fraction"] < 0.9
-    compared = {k for k in alone if k not in {"seconds", "learning_rate"}}
-    assert {"ess/int8_static", "mismatch_k3/age_1"} < compared
+    assert "ess/int8_static" in alone
+    compared = {k for k in alone if "/" not in k and k not in {"seconds", "learning_rate"}}
     for metrics in per_rank:
+        assert set(metrics) >= compared
         for name in compared:
             assert metrics[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-6), name
     for found in rows:  # in the order of the inputs, on every rank

@@ -123,6 +123,22 @@ def test_values_out_of_range_are_refused(override: str) -> None:
         (["policy.sampling_params.n=3"], "policy.sampling_params.n"),
         (["policy.sampling_params.max_tokens=4000"], "policy.sampling_params.max_tokens"),
         (["policy.sampling_params.temperature=0.7"], "policy.sampling_params.temperature"),
+        (["ref_model.temperature=0.7"], "ref_model.temperature"),
+        (["policy.sampling_params.top_p=0.9"], "policy.sampling_params.top_p"),
+        (
+            ["policy.sampling_params.top_k=5", "loss.rollout_correction=none"],
+            "policy.sampling_params.top_k",
+        ),
+        (["policy.sampling_params.min_tokens=3"], "policy.sampling_params.min_tokens"),
+        (["policy.sampling_params.bad_words=[a]"], "policy.sampling_params.bad_words"),
+        (["loss.rollout_correction=[tis,icepop]"], "loss.rollout_correction"),
+        (["loss.icepop_low=6"], "loss.icepop_low"),
+        (["loss.clip_low=0.2"], "loss.rollout_correction"),
+        (
+            ["loss.clip_low=0.2", "loss.rollout_correction=none", "loss.clip_against=proximal"],
+            "loss.clip_against",
+        ),
+        (["loss.aggregation=fixed_length", "loss.length_divisor=null"], "loss.length_divisor"),
         (["policy.engine_args.enforce_eager=false"], "policy.engine_args.enforce_eager"),
         (
             ["policy.engine_args.enforce_eager=false", "ptq.enabled=false", "debug.inject=[]"],
@@ -305,6 +321,19 @@ def test_overrides() -> None:
     assert config.services.policy.env["EXTRA"] == "1"
 
 
+def test_losses_and_temperatures_that_fit() -> None:
+    config = load_config(
+        TINY,
+        ["loss.temperature=0.7", "loss.rollout_correction=[geometric_mask, tis]",
+         "loss.aggregation=fixed_length", "advantages.divide_by_std=false"],
+    )  # fmt: skip
+    assert config.policy.sampling_params["temperature"] == config.ref_model.temperature == 0.7
+    assert config.loss.corrections() == ("geometric_mask", "tis")
+    assert config.loss.length_divisor == config.max_res_tokens
+    clipped = ["loss.clip_low=0.2", "loss.clip_high=0.28", "loss.rollout_correction=none"]
+    assert load_config(TINY, clipped).loss.clip_high == 0.28
+
+
 def test_split_key() -> None:
     assert split_key("a.b") == ["a", "b"]
     assert split_key('a["*.b"].c') == ["a", "*.b", "c"]
@@ -369,12 +398,13 @@ def test_placement_blocks_match_the_runtime() -> None:
 def test_blocks_fit_the_actors_they_are_for() -> None:
     import inspect
 
-    from apps.grpo_ptq.tasks import DatasetActor, RewardActor
+    from apps.grpo_ptq.tasks import ComputeAdvantages, DatasetActor, RewardActor
     from forge_ptq.loss import GRPOLoss
 
     config = load_config(TINY)
     for kind, block in (
         (DatasetActor, config.dataset), (RewardActor, config.reward), (GRPOLoss, config.loss),
+        (ComputeAdvantages, config.advantages),
     ):  # fmt: skip
         inspect.signature(kind).bind(**block)
 

@@ -8,18 +8,22 @@ import torch
 
 from apps.grpo_ptq.questions import QuestionSet
 from apps.grpo_ptq.rewards import Scorer, from_last_number, from_tag
-from apps.grpo_ptq.tasks import Episode, collate, group_advantages
+from apps.grpo_ptq.tasks import Episode, collate, group_advantages, mismatch_records
+from forge_ptq.mismatch import COLUMNS
 from forge_ptq.runtime import Completion
 
 
-def episode(prompt: list[int], response: list[int], pad: int = 0) -> Episode:
+def episode(
+    prompt: list[int], response: list[int], pad: int = 0, version: int = 7, **metadata: str
+) -> Episode:
     completion = Completion(
         prompt="",
         text="",
         prompt_ids=torch.tensor(prompt),
         token_ids=torch.tensor(response),
         logprobs=-torch.arange(1.0, len(response) + 1),
-        generator_version=7,
+        generator_version=version,
+        metadata=metadata,
     )
     return Episode(
         episode_id="e",
@@ -63,6 +67,32 @@ def test_collate_shapes_and_types():
     assert target["ref_logprobs"].dtype == target["generator_logprobs"].dtype == torch.float32
 
 
+def test_mismatch_records_say_where_each_sequence_came_from():
+    """Rows come in the order of the inputs, over data-parallel ranks."""
+    batches = [
+        [episode([1, 2], [5], version=4, artifact_id="a", scheme="int8_static+bf16")],
+        [
+            episode([1, 2], [6, 7], version=3, artifact_id="b", scheme="bf16"),
+            episode([2, 1], [6, 7], version=3),
+        ],
+    ]
+    batches[1][0].reward = 0.25
+    inputs, _ = collate(batches)
+    rows = [{name: 10.0 * i + j for j, name in enumerate(COLUMNS)} for i in range(3)]
+    records = mismatch_records(inputs, rows, step=5)
+    assert [r.artifact_id for r in records] == ["a", "b", ""]
+    assert [r.scheme for r in records] == ["int8_static+bf16", "bf16", "unknown"]
+    assert [(r.policy_version, r.age) for r in records] == [(4, 1), (3, 2), (3, 2)]
+    assert [r.reward for r in records] == [1.0, 0.25, 1.0]
+    assert records[0].group == records[1].group != records[2].group
+    for record, row in zip(records, rows, strict=True):
+        for name in ("tokens", "k1_sum", "k3_sum", "ratio_sum", "ratio_sq_sum", "max_abs_gap"):
+            assert getattr(record, name) == row[name]
+        assert record.rejected == row["rejected"]
+    with pytest.raises(ValueError, match="2 rows of mismatch for 3 sequences"):
+        mismatch_records(inputs, rows[:2], step=5)
+
+
 def test_collate_refuses_unfinished_episodes():
     unfinished = episode([1], [2])
     unfinished.advantage = None
@@ -76,6 +106,9 @@ def test_advantages():
     values = torch.tensor(group_advantages([0.0, 1.0, 1.0, 0.0]))
     assert float(values.mean()) == pytest.approx(0, abs=1e-6)
     assert float(values.std()) == pytest.approx(1, abs=1e-3)
+    plain = group_advantages([0.0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0], divide_by_std=False)
+    assert plain == [-0.375, 0.625, 0.625, -0.375, 0.625, -0.375, -0.375, -0.375]  # Dr. GRPO
+    assert group_advantages([2.0, 2.0], divide_by_std=False) == [0.0, 0.0]
     with pytest.raises(ValueError, match="finite"):
         group_advantages([0.0, float("nan")])
 
