@@ -1,6 +1,7 @@
 """How often the gate errs: its decision simulated on real per-token scores.
 
-Usage: python -m apps.bench.decision --scores scores.pt [--out docs/results/decision.json]
+Usage: python -m apps.bench.decision --scores scores.pt [--grouped several_per_prompt.pt]
+       [--out docs/results/decision.json]
 
 A candidate's rise over the whole pool of rollouts (`apps.bench.decision_scores`) is taken for the
 truth, and the pool for the population: probe sets are drawn from it with replacement, looked at as
@@ -13,6 +14,7 @@ operating  share accepted against the true rise in units of the limit (the limit
            every candidate's scores serve at every distance), by probe sizes and estimator
 candidates every candidate against the gate of 3 %, and how its worst rollout and the 99th
            percentile of its tokens' KL are distributed
+prompts    (with --grouped) the mean's standard error with rollouts for clusters, and with prompts
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ import torch
 
 from apps.bench.decision_draws import METHODS, Draws, Scored
 from apps.bench.options import write
+from forge_ptq.numerics.clusters import cluster_mean
 from forge_ptq.numerics.divergence import rise
 from forge_ptq.services.guard import Evidence, Limits, StagedSlot, decide, looks
 
@@ -181,6 +184,21 @@ def candidates(pools: Sequence[Draws], options: argparse.Namespace) -> dict[str,
     return rows
 
 
+def prompts(scored: Sequence[Scored]) -> dict[str, Any]:
+    """By candidate: standard errors of the whole pool's mean KL, relative to that mean."""
+    rows = {}
+    for one in scored:
+        by_rollout = cluster_mean(one.kl_GR)
+        by_prompt = cluster_mean(one.kl_GR, one.groups_G)
+        rows[one.name.strip()] = {
+            "rollouts": by_rollout.clusters,
+            "prompts": by_prompt.clusters,
+            "relative_error_by_rollout": round(by_rollout.se / by_rollout.mean, 4),
+            "relative_error_by_prompt": round(by_prompt.se / by_prompt.mean, 4),
+        }
+    return rows
+
+
 def _quantiles(values: torch.Tensor) -> dict[str, float]:
     return {str(q): round(float(values.quantile(q)), 4) for q in (0.5, 0.99)}
 
@@ -192,6 +210,7 @@ def main(arguments: list[str] | None = None) -> None:
     cfg = PTQConfig()
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     options.add_argument("--scores", type=Path, required=True)
+    options.add_argument("--grouped", type=Path, help="scores with several rollouts per prompt")
     options.add_argument("--out", type=Path, default=Path("docs/results/decision.json"))
     options.add_argument("--trials", type=int, default=500, help="probe sets per candidate")
     options.add_argument("--seed", type=int, default=0)
@@ -212,6 +231,9 @@ def main(arguments: list[str] | None = None) -> None:
         "operating": operating(near),
         "candidates": candidates(pools, parsed),
     }
+    if parsed.grouped is not None:
+        results["prompts"] = prompts(Scored.load(parsed.grouped))
+        parsed.grouped = parsed.grouped.name
     parsed.scores = parsed.scores.name
     write(parsed, results, quiet=True)
 

@@ -4,8 +4,9 @@ Usage: python -m apps.bench.decision_scores --model models/smollm2_135m --data r
        --out scores.pt [--only REGEX ...] [--pool-data several_per_prompt.jsonl]
 
 Rollouts (as `apps.bench.rollouts` writes them) are split by prompt: some calibrate, the others are
-the pool that every candidate is scored on, unless the pool has a file of its own. Quantization is simulated with the served integers. The
-file is written after every candidate; a second call scores those that are missing.
+the pool that every candidate is scored on, unless the pool has a file of its own. Quantization is
+simulated with the served integers. The file is written after every candidate; a second call scores
+those that are missing.
 """
 
 from __future__ import annotations
