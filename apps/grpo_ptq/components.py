@@ -18,6 +18,7 @@ from forge_ptq.services.coordinator import Coordinator
 from forge_ptq.services.merger import StatsMerger
 from forge_ptq.services.ptq import PTQ
 from forge_ptq.services.quantizer import Quantizer
+from forge_ptq.services.replicas import call_all, live_artifact
 from forge_ptq.training.reference_model import ReferenceModel
 from forge_ptq.training.trainer import TitanTrainer
 
@@ -26,6 +27,7 @@ from .tasks import ComputeAdvantages, DatasetActor, RewardActor, collate
 
 log = logging.getLogger(__name__)
 
+DESCRIBE_TIMEOUT_S = 30.0
 CLOSE_TIMEOUT_S = 20.0
 """For each part that closes in order."""
 
@@ -69,6 +71,20 @@ class Components:
         for old in await store.weight_versions():
             if old < version:
                 await store.drop_weights(old)
+
+    async def serving(self) -> dict[str, Any]:
+        """`committed`: the artifact that should serve; `live`: those that the generators serve.
+        Where one does not answer: `error`."""
+        try:
+            committed = await store.get_committed()
+            found = await call_all(self.policy, "describe", deadline_s=DESCRIBE_TIMEOUT_S)
+        except (RuntimeError, TimeoutError) as error:
+            log.warning("what serves is not known", exc_info=True)
+            return {"error": f"{type(error).__name__}: {error}"}
+        return {
+            "committed": committed.artifact_id if committed else None,
+            "live": [live_artifact(description) for description in found if description],
+        }
 
     async def pids(self) -> dict[str, list[int]]:
         """Process ids by component, for operators and for tests that kill them."""

@@ -83,8 +83,11 @@ async def resume(cfg: RunConfig, forge: Components, report: RunReport) -> tuple[
     await forge.dataset.seek.call_one(int(extra.get("position", 0)))
     await forge.trainer.push_weights.call(step)
     if forge.ptq is not None and forge.ptq.served_version:
-        return step, forge.ptq.served_version
-    return step, await serve(cfg, forge, report, step, must_serve=True)
+        served = forge.ptq.served_version
+    else:
+        served = await serve(cfg, forge, report, step, must_serve=True)
+    report.serving(await forge.serving())
+    return step, served
 
 
 # ---- rollouts ---- #
@@ -192,6 +195,7 @@ async def continuous_training(
     if publishing:
         await publishing
         await forge.metric_logger.flush.call_one(step + 1)  # what the last publish recorded
+    report.serving(await forge.serving())
 
 
 async def next_batch(forge: Components, budget: RolloutBudget, step: int) -> Any:

@@ -24,7 +24,6 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -32,6 +31,7 @@ from .phases import PhaseTimes
 from .records import WINDOW, Records
 from .run_dir import RunDir
 from .summary import (
+    as_dict,
     is_number,
     mean,
     package_versions,
@@ -83,17 +83,16 @@ class RunReport:
         self._first_rollout: float | None = None
         self._ended: float | None = None
         self._write_failed = False
+        self._serving: dict[str, Any] | None = None
         # Read before anything is written: a session that fails in start-up keeps it all.
         try:
             self._records = Records(read_json(run_dir.summary))
         except (ValueError, TypeError) as error:
             aside = set_aside(run_dir.summary)
             self._records = Records(None)
-            self.add_event(
-                "summary",
-                f"{run_dir.summary.name} of the sessions before cannot be used and is now "
-                f"{aside.name}: {error}",
-            )
+            name = run_dir.summary.name
+            text = f"{name} of earlier sessions cannot be used, it is now {aside.name}: {error}"
+            self.add_event("summary", text)
         self._phases: dict[str, PhaseTimes] = {}
         self._resumed_from = 0
         self._status = "running"
@@ -124,7 +123,7 @@ class RunReport:
 
     def add_publish(self, verdict: Any) -> dict[str, Any]:
         """The verdict on one candidate: a dataclass or a mapping with at least version, outcome."""
-        values = _as_dict(verdict)
+        values = as_dict(verdict)
         record = {"version": values.pop("version"), "verdict": values.pop("outcome"), **values}
         record["at_s"] = self._elapsed()
         with self._lock:
@@ -140,6 +139,11 @@ class RunReport:
         with self._lock:
             self._records.add_event({"kind": kind, "text": text, "at_s": self._elapsed()})
         self.note(text)
+
+    def serving(self, found: Mapping[str, Any]) -> None:
+        """What serves, and what should: as found after a resume and at the end."""
+        with self._lock:
+            self._serving = dict(found)
 
     def note(self, text: str) -> None:
         """Shows a line to whoever watches; it is not kept."""
@@ -226,8 +230,7 @@ class RunReport:
         return summary
 
     def _write(self) -> None:
-        """The summary into its file. A disk that does not take it is told of once, until it does.
-        The file stays as it was, older but whole."""
+        """The summary into its file; that stays as it was on a disk that is full, which is told."""
         try:
             write_json(self.run_dir.summary, self._summary())
         except OSError as error:
@@ -275,6 +278,7 @@ class RunReport:
             "reward_first10": mean(rewards[:WINDOW]),
             "reward_last10": mean(rewards[-WINDOW:]),
             "served_versions": sorted(kept.served),
+            "serving": self._serving,
             "tokens": kept.tokens,
             "rollout_s": round(rollout_s, 3),
             "tokens_per_s": round(kept.tokens / rollout_s, 1) if rollout_s > 0 else 0.0,
@@ -293,9 +297,3 @@ class RunReport:
 def _limit(config: Mapping[str, Any]) -> float | None:
     value = config.get("ptq", {}).get("guard", {}).get("max_perplexity_rise")
     return float(value) if is_number(value) else None
-
-
-def _as_dict(value: Any) -> dict[str, Any]:
-    if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: getattr(value, f.name) for f in fields(value)}
-    return dict(value)

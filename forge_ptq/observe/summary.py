@@ -8,6 +8,7 @@ import math
 import os
 import tempfile
 from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,13 @@ def was_refused(publish: Mapping[str, Any]) -> bool:
     if publish["verdict"] == "accepted":
         return False
     return bool(publish.get("refused", is_number(publish.get("perplexity_rise"))))
+
+
+def as_dict(value: Any) -> dict[str, Any]:
+    """A dataclass or a mapping as a dict of its own, one level deep."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: getattr(value, f.name) for f in fields(value)}
+    return dict(value)
 
 
 def plain(value: Any) -> Any:
