@@ -188,8 +188,18 @@ def _judge(divergence: Divergence, limits: Limits, more: bool) -> Decision:
         )
         return Decision(False, reason, undecided=more)
     if failed := _token_kl(divergence, limits) or _worst(divergence, limits):
-        return Decision(False, failed, refused=True)
+        reason = f"{failed}; {_numbers(divergence, limits)}"
+        return Decision(False, reason, refused=True)
     return _rise(divergence, limits, more)
+
+
+def _numbers(divergence: Divergence, limits: Limits) -> str:
+    low, high = divergence.interval(limits.look_confidence)
+    return (
+        f"perplexity rise {divergence.perplexity_rise:.2%} [{low:.2%}, {high:.2%}] by "
+        f"{divergence.estimator} over {divergence.tokens} tokens of {divergence.sequences} "
+        f"rollouts, limit {limits.max_perplexity_rise:.2%}"
+    )
 
 
 def _token_kl(divergence: Divergence, limits: Limits) -> str | None:
@@ -208,18 +218,14 @@ def _worst(divergence: Divergence, limits: Limits) -> str | None:
         return None
     return (
         f"worst rollout: perplexity rise {worst:.2%} in number {divergence.worst_sequence} of "
-        f"{divergence.sequences}, limit {limits.max_worst_rise:.2%}; on average "
-        f"{divergence.perplexity_rise:.2%}"
+        f"{divergence.sequences}, limit {limits.max_worst_rise:.2%}"
     )
 
 
 def _rise(divergence: Divergence, limits: Limits, more: bool) -> Decision:
     estimate, limit = divergence.perplexity_rise, limits.max_perplexity_rise
     low, high = divergence.interval(limits.look_confidence)
-    numbers = (
-        f"perplexity rise {estimate:.2%} [{low:.2%}, {high:.2%}] by {divergence.estimator} over "
-        f"{divergence.tokens} tokens of {divergence.sequences} rollouts, limit {limit:.2%}"
-    )
+    numbers = _numbers(divergence, limits)
     if high < limit:
         return Decision(True, numbers)
     if low > limit:
