@@ -37,7 +37,7 @@ from forge_ptq.numerics.divergence import rise
 from forge_ptq.services.guard import Evidence, Limits, StagedSlot, decide, looks
 
 SIZES = (8, 16, 32, 64, 128)
-RULES = ((8, 8), (16, 16), (32, 32), (128, 128), (8, 128), (16, 128), (32, 128))
+RULES = ((8, 8), (16, 16), (20, 20), (32, 32), (64, 64), (128, 128), (16, 128), (32, 128))
 """(sequences, max_sequences) of a probe."""
 
 RATIOS = (0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)
@@ -50,7 +50,7 @@ STAGED = [StagedSlot("candidate", True, LAYERS)]
 def outcomes(
     draws: Draws, limits: Limits, sizes: Sequence[int], method: str = "kl"
 ) -> Counter[str]:
-    """What becomes of every drawn probe set; "rollouts": all that were scored."""
+    """What becomes of every drawn probe set; "rollouts", "tokens": all that were scored."""
     counts: Counter[str] = Counter()
     for trial in range(draws.trials):
         for number, size in enumerate(sizes):
@@ -62,12 +62,13 @@ def outcomes(
         counts["accepted" if decision.accepted else "refused"] += 1
         counts["by point estimate"] += "point estimate" in decision.reason
         counts["rollouts"] += size
+        counts["tokens"] += divergence.tokens
     return counts
 
 
 def shares(counts: Counter[str], trials: int) -> dict[str, float]:
-    """Shares of the trials, and the mean number of rollouts."""
-    names = ("accepted", "refused", "by point estimate", "rollouts")
+    """Shares of the trials, and the mean numbers of rollouts and tokens."""
+    names = ("accepted", "refused", "by point estimate", "rollouts", "tokens")
     return {name: round(counts[name] / trials, 4) for name in names}
 
 
@@ -149,6 +150,7 @@ def operating(pools: Sequence[Draws]) -> list[dict[str, Any]]:
                         "wrong_for_the_worst_candidate": max(row[wrong] for row in each),
                         "by point estimate": _mean(each, "by point estimate"),
                         "rollouts": _mean(each, "rollouts"),
+                        "tokens": round(_mean(each, "tokens")),
                     }
                 )
     return rows
@@ -221,7 +223,10 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--token-kl", type=float, default=cfg.guard.max_token_kl)
     parsed = options.parse_args(arguments)
     scored = Scored.load(parsed.scores)
-    pools = [Draws(one, parsed.trials, max(SIZES), parsed.seed) for one in scored]
+    pools = [
+        Draws(one, parsed.trials, max(SIZES), parsed.seed + number)
+        for number, one in enumerate(scored)
+    ]
     # Shapes of scores near a gate, not those of a wreck, say how it errs there.
     near = [draws for draws in pools if draws.scored.truth < 10 * parsed.limit]
     results = {

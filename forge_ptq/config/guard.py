@@ -40,18 +40,20 @@ class GuardConfig(Block):
     max_perplexity_rise: PositiveShare = 0.03
     """Largest relative rise over the full-precision policy of the same version. 0.03 is 3 %."""
 
-    max_worst_rise: Positive = 1.0
-    """Largest rise of the single worst rollout: damage that the mean hides."""
+    max_worst_rise: Positive = 0.5
+    """Largest rise of the single worst rollout: damage that the mean hides. Candidates about the
+    limit of 3 % stay under a third of this, scales that do not fit are far over it."""
 
-    max_token_kl: Positive = 2.0
-    """Largest 99th percentile of the tokens' KL to the full-precision policy, in nats."""
+    max_token_kl: Positive = 1.0
+    """Largest 99th percentile of the tokens' KL to the full-precision policy, in nats. Likewise."""
 
     max_weight_error: TrueShare = 0.1
     """Largest relative error |W - dequantized| / |W| of one layer's weight (Frobenius norms)."""
 
     confidence: TrueShare = 0.95
-    """Of the interval, clustered by rollout, that has to lie on one side of the limit; while it
-    does not, more rollouts are scored, up to `ptq.probe.max_sequences`."""
+    """Of the interval, clustered by prompt, that has to lie on one side of the limit; while it
+    does not, more rollouts are scored, up to `ptq.probe.max_sequences`. It holds for all these
+    looks together: each has its share of the error."""
 
     on_reject: list[Rung] = field(default_factory=lambda: ["demote", "bf16", "keep"])
     """What follows a refusal, in this order, until something serves. `demote`: the most sensitive
