@@ -22,7 +22,8 @@ from forge_ptq.config.load import split_key
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "configs" / "tiny_cpu.yaml"
-SHIPPED = sorted(p for p in (ROOT / "configs").glob("*.yaml") if not p.name.startswith("sft_"))
+OTHERS = ("sft_", "compare_")  # configurations of other commands
+SHIPPED = sorted(p for p in (ROOT / "configs").glob("*.yaml") if not p.name.startswith(OTHERS))
 
 
 def problems(*overrides: str, path: Path = TINY) -> dict[str, str]:

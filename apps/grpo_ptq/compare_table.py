@@ -1,0 +1,82 @@
+"""A comparison as a table for readers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def markdown(result: Mapping[str, Any]) -> str:
+    """compare.md of a comparison's numbers (compare.json)."""
+    lines = [
+        "# Training with quantized rollouts",
+        "",
+        f"Runs of `{result['base']}`. Means over seeds and half widths of their 95 % intervals.",
+        f"Final reward: of the last ten steps. Relative: to arm `{result['reference']}`, by seed.",
+        "",
+        "| arm | runs | final reward | relative | mismatch k3, nats | lowest ESS | left out | "
+        "perplexity rise | publishes | tokens/s |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for arm in result["arms"].values():
+        runs = str(arm["completed"])
+        if arm["failed"]:
+            runs += f", {arm['failed']} failed"
+        outcomes = ", ".join(f"{n} {name}" for name, n in sorted(arm["outcomes"].items()) if n)
+        cells = [
+            arm["label"],
+            runs,
+            shown(arm["reward"], "{:.3f}"),
+            shown(arm["relative"], "{:.1f} %", 100),
+            shown(arm["mismatch_k3"], "{:.2g}"),
+            shown(arm["lowest_ess"], "{:.3f}"),
+            shown(arm["left_out"], "{:.2f} %", 100),
+            shown(arm["perplexity_rise"], "{:.2f} %", 100),
+            outcomes or "-",
+            shown(arm["tokens_per_s"], "{:.0f}"),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    lines += ["", verdict(result), ""]
+    for run in result["runs"]:
+        if not run["completed"]:
+            lines.append(
+                f"- `{run['arm']}`, seed {run['seed']}: failed after {run['steps']} steps: "
+                f"{run['error']}"
+            )
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def shown(value: Mapping[str, Any], form: str, times: float = 1.0) -> str:
+    """ "0.91 ± 0.02"; without the interval where there is none; "-" for nothing."""
+    if value["mean"] is None:
+        return "-"
+    text = form.format(times * value["mean"])
+    if value["half"] is None:
+        return text
+    number, _, unit = text.partition(" ")
+    half = form.format(times * value["half"]).partition(" ")[0]
+    return f"{number} ± {half}" + (f" {unit}" if unit else "")
+
+
+def verdict(result: Mapping[str, Any]) -> str:
+    """Whether the default arm reached the share of the reference's reward that was asked for."""
+    default = result["arms"].get(result["default"])
+    wanted = result["agreement"]
+    if default is None or default["relative"]["mean"] is None:
+        return f"`{result['default']}` has no completed run to compare with the reference."
+    relative = default["relative"]
+    share, half = relative["mean"], relative["half"]
+    text = f"`{result['default']}` reached {100 * share:.1f} % of the reference's final reward"
+    if half is None:
+        return f"{text} with one seed; asked for: {100 * wanted:g} %."
+    low, high = 100 * (share - half), 100 * (share + half)
+    text += f" (95 % interval {low:.1f} to {high:.1f} %); asked for: {100 * wanted:g} %, "
+    if low >= 100 * wanted:
+        return text + "the whole interval is over it."
+    if high < 100 * wanted:
+        return text + "the whole interval is under it."
+    return text + f"which lies within the interval; the mean is {_side(share, wanted)} it."
+
+
+def _side(share: float, wanted: float) -> str:
+    return "over" if share >= wanted else "under"

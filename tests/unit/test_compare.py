@@ -1,0 +1,198 @@
+"""Comparison of arms: numbers against hand-made ones, runs that are reused, failures in sight."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from apps.grpo_ptq.compare import Comparison, load, main
+from apps.grpo_ptq.compare_numbers import estimate, t_quantile
+from apps.grpo_ptq.compare_table import markdown, verdict
+from forge_ptq.config import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = """
+base: {base}
+output_dir: unused
+seeds: [0, 1, 2]
+reference: bf16
+default: int8
+overrides: ["debug.inject=[]", trainer.training.steps=4]
+arms:
+  bf16: {{label: full precision, overrides: [ptq.enabled=false]}}
+  int8: {{label: INT8, overrides: []}}
+  stress: {{label: coarse, group: stress, overrides: [loss.rollout_correction=none]}}
+"""
+REWARDS = {"bf16": [0.5, 0.8, 0.6], "int8": [0.49, 0.81, 0.59]}
+
+
+def summary(reward: float, *, steps: int = 4, status: str = "completed") -> dict[str, Any]:
+    history = [
+        {"step": s, "reward": reward + s / 100, "mismatch_k3": reward * s / 1000, "ess": 1 - s / 50,
+         "masked_fraction": 0.01, "vetoed_fraction": 0.02, "rejected_fraction": 0.0}
+        for s in range(1, steps + 1)
+    ]  # fmt: skip
+    publishes = [
+        {"version": 1, "verdict": "accepted", "perplexity_rise": 0.01},
+        {"version": 2, "verdict": "demoted", "perplexity_rise": 0.02},
+        {"version": 3, "verdict": "kept", "perplexity_rise": 9.0},
+        {"version": 4, "verdict": "fell_back", "perplexity_rise": None},
+    ]
+    return {
+        "status": status, "error": None if status == "completed" else "the trainer died",
+        "reward_last10": reward, "history": history, "publishes": publishes, "refused": 1,
+        "tokens_per_s": 100 * reward,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "compare.yaml"
+    path.write_text(CONFIG.format(base=ROOT / "configs" / "tiny_cpu.yaml"))
+    return path
+
+
+@pytest.fixture
+def made(config: Path, tmp_path: Path) -> Path:
+    """Runs as they lie on disk; of the third arm one has failed and none has completed."""
+    folder = tmp_path / "runs"
+    comparison = Comparison(load(str(config)), folder, [])
+    for arm, rewards in REWARDS.items():
+        for seed, reward in enumerate(rewards):
+            place(comparison, arm, seed, summary(reward), 0)
+    place(comparison, "stress", 1, summary(0.1, steps=2, status="failed"), 1)
+    (folder / "int8-seed2.failed-1").mkdir()
+    return folder
+
+
+def place(comparison: Comparison, arm: str, seed: int, found: dict[str, Any], code: int) -> None:
+    folder = comparison.folder(arm, seed)
+    folder.mkdir(parents=True)
+    (folder / "summary.json").write_text(json.dumps(found))
+    record = {"settings": comparison.settings(arm, seed), "exit_code": code, "wall_s": 12.0}
+    (folder / "compare.json").write_text(json.dumps(record))
+
+
+def test_report_of_runs_on_disk(config, made, capsys):
+    code = main(["--config", str(config), "--output-dir", str(made), "--report-only"])
+    assert code == 1  # an arm without a completed run
+    result = json.loads((made / "compare.json").read_text())
+    int8 = result["arms"]["int8"]
+    ratios = [a / b for a, b in zip(REWARDS["int8"], REWARDS["bf16"], strict=True)]
+    assert int8["relative"]["mean"] == pytest.approx(statistics.mean(ratios))
+    half = 4.302653 * statistics.stdev(ratios) / math.sqrt(3)  # t of two degrees of freedom
+    assert int8["relative"]["half"] == pytest.approx(half, rel=1e-5)
+    assert int8["perplexity_rise"]["mean"] == pytest.approx(0.015)  # of what served
+    assert int8["left_out"]["mean"] == pytest.approx(0.03)
+    assert int8["lowest_ess"]["mean"] == pytest.approx(1 - 4 / 50)
+    kinds = ("accepted", "demoted", "kept", "fell_back", "refused")
+    assert int8["outcomes"] == dict.fromkeys(kinds, 3)
+    curve = int8["curves"]["reward"]
+    assert [p["step"] for p in curve] == [1, 2, 3, 4]
+    assert curve[1]["mean"] == pytest.approx(statistics.mean(REWARDS["int8"]) + 0.02)
+    assert (int8["completed"], int8["failed"]) == (3, 1)
+    stress = result["arms"]["stress"]
+    assert (stress["completed"], stress["failed"], stress["reward"]["mean"]) == (0, 1, None)
+    table = (made / "compare.md").read_text()
+    assert "| INT8 | 3, 1 failed | 0.630 ± " in table
+    assert "| coarse | 0, 1 failed | - | - |" in table
+    assert "`stress`, seed 1: failed after 2 steps: the trainer died (exit code 1)" in table
+    assert (made / "compare.png").read_bytes().startswith(b"\x89PNG")
+    assert table in capsys.readouterr().out
+
+
+def test_what_has_completed_is_not_run_again(config, made):
+    before = {p: p.stat().st_mtime_ns for p in made.rglob("summary.json")}
+    arms = ["--arms", "bf16,int8"]
+    assert main(["--config", str(config), "--output-dir", str(made), *arms]) == 0
+    assert {p: p.stat().st_mtime_ns for p in made.rglob("summary.json")} == before
+
+
+def test_runs_of_other_settings_are_not_mixed_in(config, made, capsys):
+    arguments = ["--config", str(config), "--output-dir", str(made), "loss.beta=0.5"]
+    assert main(arguments) == 2
+    assert "loss.beta=0.5" in capsys.readouterr().err
+
+
+def test_a_run_that_fails_is_told_of_and_made_again(config, tmp_path, capsys):
+    """The real command, which refuses a model that is not there."""
+    arguments = ["--config", str(config), "--output-dir", str(tmp_path / "runs"),
+                 "--arms", "bf16", "--seeds", "1", f"model={tmp_path / 'nothing'}"]  # fmt: skip
+    for attempt in (1, 2):
+        assert main(arguments) == 1
+        result = json.loads((tmp_path / "runs" / "compare.json").read_text())
+        assert result["arms"]["bf16"]["failed"] == attempt
+    assert result["runs"][0]["error"] == "no summary (exit code 2)"
+    assert "no checkpoint folder" in (tmp_path / "runs" / "bf16-seed1.log").read_text()
+    captured = capsys.readouterr()
+    assert "bf16, seed 1: failed after 0 steps" in captured.out
+    assert "bf16: no completed run" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("reference: bf16", "reference: fp8", "reference: got 'fp8'"),
+        ("seeds: [0, 1, 2]", "seeds: [0, 0]", "seeds: got"),
+        ("default: int8", "defualt: int8", "did you mean default"),
+        ("ptq.enabled=false", "ptq.enbled=false", "ptq.enbled"),
+        ("seeds: [0, 1, 2]", "seeds: [0, 1", "expected ',' or ']'"),
+    ],
+)
+def test_mistakes_are_named_before_anything_runs(config, tmp_path, capsys, old, new, message):
+    config.write_text(config.read_text().replace(old, new))
+    assert main(["--config", str(config), "--output-dir", str(tmp_path / "runs")]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_shipped_comparison_is_sound():
+    cfg = load(str(ROOT / "configs" / "compare_tiny_cpu.yaml"))
+    assert len(cfg.seeds) >= 5
+    cfg.base = str(ROOT / cfg.base)
+    comparison = Comparison(cfg, Path("unused"), [])
+    assert {comparison.steps(arm) for arm in cfg.arms} == {40}
+    with pytest.raises(ConfigError, match="tis_cap"):
+        Comparison(cfg, Path("unused"), ["loss.tis_cap=0"]).steps("bf16")
+
+
+def test_quantiles_of_student():
+    # Abramowitz and Stegun, table 26.10.
+    for df, t in ((1, 12.706), (2, 4.303), (4, 2.776), (9, 2.262), (30, 2.042)):
+        assert t_quantile(df) == pytest.approx(t, abs=6e-4)
+    assert t_quantile(4, 0.99) == pytest.approx(4.604, abs=6e-4)
+
+
+def test_estimates_without_enough_numbers():
+    assert estimate([]) == {"mean": None, "half": None, "n": 0}
+    assert estimate([None, 2.0, math.nan]) == {"mean": 2.0, "half": None, "n": 1}
+    assert estimate([3.0, 3.0]) == {"mean": 3.0, "half": 0.0, "n": 2}
+
+
+@pytest.mark.parametrize(
+    ("mean", "half", "text"),
+    [
+        (1.00, 0.005, "the whole interval is over it"),
+        (0.995, 0.02, "within the interval; the mean is over it"),
+        (0.985, 0.02, "within the interval; the mean is under it"),
+        (0.95, 0.01, "the whole interval is under it"),
+        (0.95, None, "with one seed"),
+        (None, None, "no completed run"),
+    ],
+)
+def test_verdict_says_what_the_interval_allows(mean, half, text):
+    result = {
+        "default": "int8", "agreement": 0.99,
+        "arms": {"int8": {"relative": {"mean": mean, "half": half, "n": 3}}},
+    }  # fmt: skip
+    assert text in verdict(result)
+
+
+def test_table_without_arms_is_still_a_table():
+    empty = {"base": "x", "reference": "a", "default": "a", "arms": {}, "runs": []}
+    assert "| arm |" in markdown({**empty, "agreement": 0.99})
