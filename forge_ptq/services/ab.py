@@ -36,8 +36,8 @@ class ABReport:
     """The comparison so far. None where an arm has too few prompts to say."""
 
     agreement: float | None
-    """1 + (q - f) / |f|: the quantized arm's mean reward over that of the full-precision arm, q / f,
-    where rewards are positive; 0.95 is a loss of 5 % whatever the sign."""
+    """1 + (q - f) / |f| of the mean rewards q (quantized) and f (full precision): q / f where they
+    are positive; 0.95 is a loss of 5 % whatever the sign."""
     difference: float | None
     """q - f, mean rewards of the quantized and the full-precision arm."""
     p_value: float | None

@@ -195,18 +195,37 @@ class Harness:
         """Admit all prompts and wait for their samples."""
         return [future.result(DEADLINE_S) for future in self.start(prompts, **kwargs)]
 
-    def stage_future(self, artifact: QuantizedArtifact, drain_deadline_s: float = 30.0) -> Any:
+    def stage_future(
+        self,
+        artifact: QuantizedArtifact,
+        drain_deadline_s: float = 30.0,
+        *,
+        companion: bool = False,
+    ) -> Any:
         """Begin to stage; returns the future of the report."""
         from forge_ptq.engine.staging import Candidate
 
         plan = self.core.bank.layout.plan(artifact)
         manifest = artifact.manifest
         candidate = Candidate(manifest.artifact_id, manifest.policy_version, plan)
-        return self.thread.run_job(lambda: self.core.stage(candidate, drain_deadline_s))
+        begin = self.core.accompany if companion else self.core.stage
+        return self.thread.run_job(lambda: begin(candidate, drain_deadline_s))
 
     def stage(self, artifact: QuantizedArtifact, drain_deadline_s: float = 30.0) -> Any:
         """Stage and wait for the report."""
         return self.stage_future(artifact, drain_deadline_s).result(DEADLINE_S)
+
+    def accompany(self, artifact: QuantizedArtifact, drain_deadline_s: float = 30.0) -> Any:
+        """Stage a companion and wait for the report."""
+        return self.stage_future(artifact, drain_deadline_s, companion=True).result(DEADLINE_S)
+
+    def admit(self, mode: str, **config: Any) -> None:
+        """Change which arm new prompts go to; "companion" sends them all there."""
+        from forge_ptq.engine.admission import Admission
+
+        if mode == "companion":
+            mode, config = "load", {"bf16_below": 10**6, "int8_above": 10**7}
+        self.core.admission = Admission.from_config({"mode": mode, **config})
 
     def commit(self, artifact: QuantizedArtifact) -> Any:
         """Flip to a staged artifact."""
