@@ -112,7 +112,8 @@ def kill_in(
             time.sleep(0.02)
     components = session.components()
     if target is None:
-        target = rng.choice(["command"] * max(1, len(components) // 3) + sorted(components))
+        processes = {pids[0]: name for name, pids in sorted(components.items())}  # some share one
+        target = rng.choice(["command"] * max(1, len(processes) // 3) + list(processes.values()))
     before, started = session.step(), time.monotonic()
     try:
         pid = session.kill(target)

@@ -92,8 +92,8 @@ def save(
     except dcp.CheckpointException as error:  # torch raises it on every rank
         if _is_rank_0():
             shutil.rmtree(writing, ignore_errors=True)  # the disk may be full of it
-        causes = {rank: f"{type(e).__name__}: {e}" for rank, (e, _) in error.failures.items()}
-        raise SaveError(f"{final}: {causes}") from error
+        causes = [f"rank {n}: {type(e).__name__}: {e}" for n, (e, _) in error.failures.items()]
+        raise SaveError(f"{final}: {', '.join(causes)}; {_free(folder)}") from error
     _on_rank_0(finish, final)
     _on_rank_0(tidy, final)
     return final
@@ -147,11 +147,16 @@ def _on_rank_0(action: Callable[[], None], final: Path) -> None:
         try:
             action()
         except OSError as error:
-            problem = [f"{type(error).__name__}: {error}"]
+            problem = [f"rank 0: {type(error).__name__}: {error}; {_free(final.parent)}"]
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast_object_list(problem, src=0)
     if problem[0] is not None:
         raise SaveError(f"{final}: {problem[0]}")
+
+
+def _free(folder: Path) -> str:
+    """What torch does not say when a disk is full."""
+    return f"{shutil.disk_usage(folder).free / 2**20:.0f} MB are free in {folder}"
 
 
 def _barrier() -> None:
