@@ -22,8 +22,9 @@ from forge_ptq.services.replicas import call_all, live_artifact
 from forge_ptq.training.reference_model import ReferenceModel
 from forge_ptq.training.trainer import TitanTrainer
 
+from .episodes import collate
 from .saving import restore
-from .tasks import ComputeAdvantages, DatasetActor, RewardActor, collate
+from .tasks import ComputeAdvantages, DatasetActor, RewardActor
 
 log = logging.getLogger(__name__)
 
@@ -157,7 +158,9 @@ async def launch(cfg: RunConfig, report: RunReport) -> Components:
             admission=admission(cfg),
         ),
         "rewards": RewardActor.options(**services["reward_actor"]).as_service(**plain["reward"]),
-        "advantages": ComputeAdvantages.options(**actors["compute_advantages"]).as_actor(),
+        "advantages": ComputeAdvantages.options(**actors["compute_advantages"]).as_actor(
+            **plain["advantages"]
+        ),
         "ref_model": ReferenceModel.options(**services["ref_model"]).as_service(
             **plain["ref_model"]
         ),

@@ -28,10 +28,11 @@ from forge_ptq.config import RunConfig
 from forge_ptq.observe.report import RunReport
 from forge_ptq.runtime import Completion, Reduce, record_metric
 
+from .alarms import sound_alarms
 from .components import Components, launch
+from .episodes import Episode, Group
 from .pacing import RolloutBudget, oldest_usable
 from .saving import Saving
-from .tasks import Episode, Group
 
 BUFFER_POLL_S = 0.02
 PUBLISH_ATTEMPTS = 3
@@ -180,6 +181,8 @@ async def continuous_training(
         with report.phase("train/step"):
             metrics = await forge.train_step(inputs, targets, reward)
         step += 1
+        for text in sound_alarms(cfg, step, metrics):
+            report.add_event("alarm", f"step {step}: {text}")
         await saving.trained(step)
 
         if publishing:

@@ -15,21 +15,9 @@ import torch
 
 from forge_ptq.runtime import ForgeActor, Reduce, endpoint, record_metric
 
-from .episodes import Episode, Group, collate, mismatch_records
+from .episodes import Group
 from .questions import QuestionSet
 from .rewards import Scorer
-
-__all__ = [
-    "ComputeAdvantages",
-    "DatasetActor",
-    "Episode",
-    "Group",
-    "RewardActor",
-    "collate",
-    "group_advantages",
-    "mismatch_records",
-]
-
 
 SKIP_LIMIT = 1_000
 """Questions in a row that may be too long for the prompt before the dataset gives up."""

@@ -94,10 +94,16 @@ class TrainEngine:
                 f"got {len(inputs)} inputs and {len(targets)} targets; expected one of each per "
                 f"data-parallel rank ({self.built.dp_size})"
             )
+        size = self.config.training.local_batch_size
+        counts = [-(-len(part["tokens"]) // size) for part in inputs]
+        if len(set(counts)) > 1:  # the ranks' collectives would wait for each other
+            raise ValueError(
+                f"training.local_batch_size: {size} cuts the data-parallel ranks' inputs into "
+                f"{counts} micro-batches; expected as many on each"
+            )
         self.model.train()
         learning_rate = self.lr_schedulers.schedulers[0].get_last_lr()[0]
         rank = self.built.dp_rank
-        size = self.config.training.local_batch_size
         done = backward(self.built, self.loss, inputs[rank], targets[rank], size)
         self.sequences = self._gather(done.rows, inputs)
         norm, loss = self._clip(), done.loss

@@ -100,10 +100,10 @@ async def test_two_ranks_train_as_one(policies, kind):
     """FSDP over gloo: same metrics and weights as one process on the whole batch, though the ranks'
     shares are unequal and a correction leaves another number of tokens out on each."""
     trainer_config = config(policies[kind], local_batch_size=2)
-    inputs, targets = batch(size=8)
-    inputs |= {"schemes": ["bf16", "int8_static"] * 4, "policy_versions": [0, 0, 0, -1] * 2}
+    inputs, targets = batch(size=7)
+    inputs |= {"schemes": [*["bf16", "int8_static"] * 3, "bf16"], "policy_versions": [0] * 6 + [-1]}
     halves = [
-        [{k: v[rows] for k, v in part.items()} for rows in (slice(0, 5), slice(5, 8))]
+        [{k: v[rows] for k, v in part.items()} for rows in (slice(0, 4), slice(4, 7))]
         for part in (inputs, targets)
     ]
     loss = GRPOLoss(
@@ -115,6 +115,9 @@ async def test_two_ranks_train_as_one(policies, kind):
         )
     )
     try:
+        unequal = [[part[0], {k: v[:1] for k, v in part[1].items()}] for part in halves]
+        with pytest.raises(Exception, match=r"\[2, 1\] micro-batches; expected as many on each"):
+            await deadline(trainer.train_step.call(*unequal))  # not a wait for each other
         results = await deadline(trainer.train_step.call(*halves))
         per_rank = [metrics for _, metrics in results.items()]
         rows = [r for _, r in (await deadline(trainer.sequence_mismatch.call())).items()]

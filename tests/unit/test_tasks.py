@@ -6,9 +6,10 @@ import string
 import pytest
 import torch
 
+from apps.grpo_ptq.episodes import Episode, collate, mismatch_records
 from apps.grpo_ptq.questions import QuestionSet
 from apps.grpo_ptq.rewards import Scorer, from_last_number, from_tag
-from apps.grpo_ptq.tasks import Episode, collate, group_advantages, mismatch_records
+from apps.grpo_ptq.tasks import group_advantages
 from forge_ptq.mismatch import COLUMNS
 from forge_ptq.runtime import Completion
 
