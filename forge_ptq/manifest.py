@@ -131,6 +131,8 @@ class Manifest:
     """Layer -> why it is not what the plan asked for."""
     calibration: CalibrationRecord | None = None
     """None where no layer needed one."""
+    weight_error: Mapping[str, float] = field(default_factory=dict)
+    """int8 layer -> |W - dequantized| / |W| when it was made, Frobenius norms; empty: not known."""
     schema_version: int = SCHEMA_VERSION
 
     @property
@@ -177,6 +179,7 @@ class Manifest:
             asked=asked,
             notes=_strings(data.get("notes", {}), "notes"),
             calibration=_calibration(data.get("calibration")),
+            weight_error=_numbers(data.get("weight_error", {}), "weight_error"),
         )
 
 
@@ -189,6 +192,7 @@ def assemble_manifest(
     asked: Mapping[str, str] | None = None,
     notes: Mapping[str, str] | None = None,
     calibration: CalibrationRecord | None = None,
+    weight_error: Mapping[str, float] | None = None,
     artifact_id: str | None = None,
     check: bool = True,
 ) -> Manifest:
@@ -210,6 +214,7 @@ def assemble_manifest(
         asked=wanted,
         notes=dict(notes or {}),
         calibration=calibration,
+        weight_error=dict(weight_error or {}),
     )
     if check:
         verify_layers(manifest)
@@ -295,6 +300,12 @@ def _strings(value: Any, name: str) -> dict[str, str]:
     if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
         raise ArtifactError(f"manifest: {name} must map names to strings")
     return value
+
+
+def _numbers(value: Any, name: str) -> dict[str, float]:
+    if not isinstance(value, dict):
+        raise ArtifactError(f"manifest: {name} must map names to numbers")
+    return {key: float(_typed(value, key, int, float)) for key in value}
 
 
 def _specs(value: Any) -> dict[str, TensorSpec]:

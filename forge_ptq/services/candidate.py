@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,18 +16,19 @@ from forge_ptq.numerics.calibration import Calibration
 from forge_ptq.numerics.divergence import Divergence, compare
 from forge_ptq.services.crew import GRACE_S
 from forge_ptq.services.fleet import CalibrationError
-from forge_ptq.services.guard import Evidence, StagedSlot
+from forge_ptq.services.guard import Evidence, Limits, StagedSlot
+from forge_ptq.services.passage import finite
 from forge_ptq.services.replicas import (
     PublishError,
     call_all,
     call_one,
-    live_artifact,
     staged_slot,
     survivors,
     within,
 )
 from forge_ptq.services.sampler import Rollout
 from forge_ptq.services.schedule import DriftReport, Due
+from forge_ptq.services.serving import FULL_PRECISION, plan_of
 from forge_ptq.services.verdict import Verdict
 
 log = logging.getLogger(__name__)
@@ -34,19 +36,55 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Candidate:
-    """One attempt to serve a version. scheme: None for the plan, else one scheme for all layers."""
+    """One attempt to serve a version. scheme: None for the plan, else one scheme for all layers.
+
+    overlay: layers that are demoted. mark: how many plans had been condemned when it was begun.
+    """
 
     version: int
     scheme: str | None = None
     fault: str | None = None
+    overlay: Mapping[str, str] = field(default_factory=dict)
+    mark: int = 0
     phase: str = "quantize"
     """Phase it is in, or ended in."""
     ref: ArtifactRef | None = None
     manifest: Manifest | None = None
     staged: list[StagedSlot] = field(default_factory=list)
+    scores: list[Any] = field(default_factory=list)
+    """engine.types.ProbeScore of the rollouts scored so far, in order."""
     divergence: Divergence | None = None
+    looks: int = 0
     numbers: dict[str, Any] = field(default_factory=dict)
     """Verdict fields measured on the way."""
+
+    @property
+    def plan(self) -> str:
+        """See ``serving.plan_of``; full precision before it is made."""
+        return FULL_PRECISION if self.manifest is None else plan_of(self.manifest.layers)
+
+    @property
+    def demoted(self) -> tuple[str, ...]:
+        """Layers that are in a better scheme than planned."""
+        if self.manifest is None:
+            return ()
+        used, asked = self.manifest.layers, self.manifest.asked
+        return tuple(name for name in self.overlay if used.get(name) != asked.get(name))
+
+    def scored(self) -> dict[str, float]:
+        """The numbers that the guard saw, for transitions."""
+        numbers: dict[str, float | None] = {"weight_error": self.numbers.get("weight_error")}
+        if (measured := self.divergence) is not None:
+            numbers |= {
+                "perplexity_rise": measured.perplexity_rise,
+                "low": measured.ci[0],
+                "high": measured.ci[1],
+                "worst_rise": measured.worst_sequence_rise,
+                "token_kl": measured.token_kl,
+                "tokens": measured.tokens,
+                "rollouts": measured.sequences,
+            }
+        return finite(numbers)
 
     def use(self, live: Calibration) -> None:
         """The calibration behind its scales."""
@@ -73,13 +111,17 @@ class Candidate:
         """What the guard decides on."""
         assert self.manifest is not None
         return Evidence(
-            self.manifest.artifact_id, self.manifest.layers, self.staged, self.divergence
+            self.manifest.artifact_id,
+            self.manifest.layers,
+            self.staged,
+            self.divergence,
+            self.manifest.weight_error,
         )
 
     def report(self, verdict: Verdict) -> None:
         """Copy what was measured into the verdict; times add up over attempts.
 
-        Scores of a bf16 candidate do not replace those of the refused one before it.
+        Scores are those of the last quantized candidate: of a bf16 one only if there is no other.
         """
         for name, value in self.numbers.items():
             before = getattr(verdict, name)
@@ -90,14 +132,21 @@ class Candidate:
             setattr(verdict, name, value)
         if self.ref is not None:
             verdict.artifact_id = self.ref.artifact_id
-        if self.divergence is None or verdict.perplexity_rise is not None:
+        if self.divergence is None or (self.scheme and verdict.perplexity_rise is not None):
             return
         measured = self.divergence
+        verdict.token_kl, verdict.probe_looks = measured.token_kl, self.looks
         verdict.perplexity_rise, verdict.ci = measured.perplexity_rise, measured.ci
         verdict.kl, verdict.nll_rise = measured.kl, measured.nll_rise
         verdict.nll_perplexity_rise = measured.nll_perplexity_rise
         verdict.worst_sequence_rise = measured.worst_sequence_rise
         verdict.probe_tokens, verdict.probe_sequences = measured.tokens, measured.sequences
+
+
+def share_of(manifest: Manifest, names: Collection[str]) -> float:
+    """Share of the linear layers' FLOPs that these layers have."""
+    size = {name: math.prod(manifest.tensors[f"{name}.weight"].shape) for name in manifest.layers}
+    return sum(size[name] for name in names) / (sum(size.values()) or 1)
 
 
 def flop_share(manifest: Manifest) -> dict[str, float]:
@@ -146,16 +195,25 @@ class Publisher:
         candidate.phase = "quantize"
         started = time.perf_counter()
         limit = self.cfg.deadlines.quantize_s + 2 * GRACE_S
-        work = self.fleet.quantize(candidate.version, candidate.scheme, candidate.fault)
+        work = self.fleet.quantize(
+            candidate.version, candidate.scheme, candidate.fault, candidate.overlay
+        )
         candidate.ref = await within(work, "quantize", limit)
-        candidate.manifest = await store.get_manifest(candidate.ref)
-        counts = Counter(candidate.manifest.layers.values())
+        manifest = candidate.manifest = await store.get_manifest(candidate.ref)
+        counts = Counter(manifest.layers.values())
         candidate.numbers |= {
             "quantize_s": time.perf_counter() - started,
-            "bytes": candidate.manifest.nbytes,
+            "bytes": manifest.nbytes,
             "scheme": " ".join(f"{name}:{count}" for name, count in sorted(counts.items())),
-            "flop_share": flop_share(candidate.manifest),
+            "flop_share": flop_share(manifest),
+            "demoted_share": share_of(manifest, candidate.demoted),
         }
+        if candidate.scheme is None:
+            candidate.numbers["code_flip_fraction"] = self.fleet.last_flips
+        if manifest.weight_error:
+            worst = max(manifest.weight_error, key=lambda name: manifest.weight_error[name])
+            error = manifest.weight_error[worst]
+            candidate.numbers |= {"weight_error": error, "weight_error_layer": worst}
 
     async def stage(self, candidate: Candidate) -> None:
         """Every replica fills its idle slot and says what it now holds."""
@@ -168,108 +226,53 @@ class Publisher:
         candidate.numbers["stage_s"] = time.perf_counter() - started
 
     async def probe(self, candidate: Candidate, rollouts: list[Rollout]) -> None:
-        """Score the same tokens under W_v and under the idle slot of one replica."""
+        """Score the same tokens under W_v and under the idle slot of one replica.
+
+        Of what was scored before (a prefix of rollouts) the scores are kept.
+        """
         from forge_ptq.engine.types import ProbeSequence
 
         candidate.phase = "probe"
+        candidate.looks += 1
         started, limit = time.perf_counter(), self.cfg.deadlines.probe_s
         hidden = await self._reference_hidden(candidate.version, rollouts)
+        done = len(candidate.scores)
         sequences = [
             ProbeSequence(rollout.token_ids, rollout.response_start, hidden_RH)
-            for rollout, hidden_RH in zip(rollouts, hidden, strict=True)
+            for rollout, hidden_RH in zip(rollouts[done:], hidden[done:], strict=True)
         ]
-        scores = await call_one(self.policy, "probe", sequences, deadline_s=limit)
+        if sequences:
+            candidate.scores += await call_one(self.policy, "probe", sequences, deadline_s=limit)
         candidate.divergence = compare(
-            [score.logprobs for score in scores],
-            [score.reference_logprobs for score in scores],
-            [score.kl for score in scores],
+            [score.logprobs for score in candidate.scores],
+            [score.reference_logprobs for score in candidate.scores],
+            [score.kl for score in candidate.scores],
+            behaviour_GR=[rollout.behaviour() for rollout in rollouts],
+            clusters_G=[rollout.group for rollout in rollouts],
+            confidence=Limits.of(self.cfg).look_confidence,
         )
-        candidate.numbers["probe_s"] = time.perf_counter() - started
+        taken = time.perf_counter() - started
+        candidate.numbers["probe_s"] = candidate.numbers.get("probe_s", 0.0) + taken
 
     async def _reference_hidden(self, version: int, rollouts: list[Rollout]) -> list[Any]:
-        """W_v's hidden states; the second candidate of a version reuses them."""
-        if self._reference is None or self._reference[:2] != (version, rollouts):
-            work = self.fleet.reference(version, rollouts)
+        """W_v's hidden states of the rollouts; those known of a prefix, from an earlier look or
+        candidate of the version, are not computed again."""
+        if self._reference is None or self._reference[0] != version:
+            self._reference = (version, [], [])
+        _, known, hidden = self._reference
+        same = 0
+        while same < min(len(known), len(rollouts)) and known[same] is rollouts[same]:
+            same += 1
+        if same < len(rollouts):
+            work = self.fleet.reference(version, rollouts[same:])
             limit = self.cfg.deadlines.probe_s + 2 * GRACE_S
-            hidden = await within(work, "reference", limit)
-            self._reference = (version, rollouts, hidden)
-        return self._reference[2]
+            hidden = hidden[:same] + await within(work, "reference", limit)
+            self._reference = (version, list(rollouts), hidden)
+        return hidden[: len(rollouts)]
 
     def forget_reference(self) -> None:
-        """Drop the hidden states kept for a second candidate."""
+        """Drop the hidden states kept for further looks and candidates."""
         self._reference = None
-
-    async def commit(self, candidate: Candidate, previous: ArtifactRef | None) -> None:
-        """Move the pointer, flip every replica, and make sure that all serve the artifact.
-
-        Raises PublishError if none does. The pointer is then moved back, unless the store does not
-        answer: it may name either artifact until the next commit.
-        """
-        candidate.phase = "commit"
-        ref = candidate.ref
-        assert ref is not None
-        try:
-            await store.set_committed(ref)
-        except store.StoreError as error:  # it may have landed all the same
-            await self._restore(previous)
-            raise PublishError(f"the pointer could not be moved: {error}") from error
-        try:
-            limit = self.cfg.deadlines.commit_s
-            results = await call_all(self.policy, "commit", ref.artifact_id, deadline_s=limit)
-        except Exception as error:
-            if not await self._settle(ref, previous):
-                raise PublishError(f"no generator replica would flip: {error}") from error
-            return
-        reports = [report for report in results if report is not None]
-        if len(reports) < len(results):
-            log.warning("a generator replica died in commit; it comes back with the new artifact")
-        for report in reports:
-            candidate.numbers |= {
-                "flip_s": max(report.flip_s, candidate.numbers.get("flip_s", 0.0)),
-                "pause_s": max(report.pause_s, candidate.numbers.get("pause_s", 0.0)),
-                "step_s_median": report.step_s_median,
-            }
-        if not reports and not await self._settle(ref, previous):
-            raise PublishError("every generator replica died, and none came back with it")
-
-    async def _settle(self, ref: ArtifactRef, previous: ArtifactRef | None) -> bool:
-        """After a commit that went wrong: whether ref serves now. Never raises.
-
-        If it does not, the pointer is moved back.
-
-        Replicas that came back meanwhile may still serve the previous artifact while others have
-        flipped: those are staged and flipped once more.
-        """
-        limit = self.cfg.deadlines.stage_s
-        try:
-            serving = await self._live(limit)
-        except Exception as error:
-            # Nobody answers: whatever comes back reads the pointer, so the pointer is the truth.
-            log.warning("no generator answers after the commit of %s: %s", ref.artifact_id, error)
-            log.debug("commit of %s", ref.artifact_id, exc_info=True)
-            return True
-        if serving and ref.artifact_id not in serving:
-            await self._restore(previous)
-            return False
-        if any(artifact_id != ref.artifact_id for artifact_id in serving):
-            try:
-                await call_all(self.policy, "stage", ref, deadline_s=limit)
-                await call_all(self.policy, "commit", ref.artifact_id, deadline_s=limit)
-            except Exception as error:
-                log.warning("some replicas stay behind %s: %s", ref.artifact_id, error)
-                log.debug("commit of %s", ref.artifact_id, exc_info=True)
-        return True
-
-    async def _restore(self, previous: ArtifactRef | None) -> None:
-        """Move the pointer back as far as the store lets us."""
-        try:
-            await store.set_committed(previous)
-        except store.StoreError as error:
-            log.warning("the pointer could not be moved back: %s", error)
-
-    async def _live(self, limit: float) -> list[str | None]:
-        descriptions = await call_all(self.policy, "describe", deadline_s=limit)
-        return [live_artifact(description) for description in descriptions if description]
 
     async def abandon(self, candidate: Candidate) -> None:
         """Empty the idle slots; the live ones are not touched. Never raises: it is the clean-up."""

@@ -3,6 +3,7 @@
     fleet = await QuantizerFleet.launch(cfg.ptq, quantizer, merger, coordinator)
     calibration = await fleet.calibrate(version, rollouts, plan_rollouts)
     ref = await fleet.quantize(version)                 # artifact in the store, manifest last
+    moves = await fleet.rank(version, overlay)          # which layers to demote next
     hidden = await fleet.reference(version, rollouts)   # and fleet.last_drift
     await fleet.close()
 
@@ -36,15 +37,24 @@ import torch
 
 from forge_ptq import store, store_stats
 from forge_ptq.artifact import ArtifactRef
-from forge_ptq.manifest import CalibrationRecord, assemble_manifest, new_artifact_id
+from forge_ptq.manifest import assemble_manifest, new_artifact_id
 from forge_ptq.numerics.calibration import Calibration, CalibrationFormatError
 from forge_ptq.services.calibrating import CalibrationError, misfit, run_calibration
 from forge_ptq.services.coordinator import Report
 from forge_ptq.services.crew import Crew, FleetError
+from forge_ptq.services.fleet_parts import chunks, drift_of, record_of
+from forge_ptq.services.ladder import Move
 from forge_ptq.services.replicas import call_one
 from forge_ptq.services.round import Item
 from forge_ptq.services.sampler import Rollout
-from forge_ptq.services.work import PartDone, Quantize, Reference, ReferenceDone
+from forge_ptq.services.work import (
+    PartDone,
+    Quantize,
+    Rank,
+    RankDone,
+    Reference,
+    ReferenceDone,
+)
 
 __all__ = ["CalibrationError", "FleetError", "QuantizerFleet"]
 
@@ -65,6 +75,9 @@ class QuantizerFleet:
         self.merger = merger
         self.calibration: Calibration | None = None
         """The live one: the last that succeeded."""
+        self.last_flips: float | None = None
+        """Share of the int8 codes of the last ``quantize`` that differ from the version before;
+        None if there was nothing to compare."""
         self.last_drift: Mapping[str, Any] = {}
         """Site -> Drift, measured during the last ``reference`` with a calibration live."""
         self.reports: deque[tuple[str, Report]] = deque(maxlen=REPORTS_KEPT)
@@ -124,13 +137,18 @@ class QuantizerFleet:
             return self.calibration
 
     async def quantize(
-        self, version: int, scheme: str | None = None, fault: str | None = None
+        self,
+        version: int,
+        scheme: str | None = None,
+        fault: str | None = None,
+        overlay: Mapping[str, str] | None = None,
     ) -> ArtifactRef:
         """Quantize a version with the live calibration and store the artifact under a fresh id.
 
         scheme: one scheme for every layer instead of the plan ("bf16": plain weights). fault:
-        "corrupt_scales" makes a wrong artifact with right hashes, for demonstrations. FleetError
-        naming what is missing, as for weights that are not finite.
+        "corrupt_scales" makes a wrong artifact with right hashes, for demonstrations. overlay: as
+        planned, but these layers so, where that is better than planned. FleetError naming what is
+        missing, as for weights that are not finite.
         """
         if fault not in (None, "corrupt_scales"):
             raise ValueError(f"fault: expected corrupt_scales or None, got {fault!r}")
@@ -150,6 +168,7 @@ class QuantizerFleet:
                         scheme,
                         calibration.round if calibration else None,
                         corrupt=fault is not None,
+                        overlay=dict(overlay or {}),
                     ),
                 )
                 for number in range(parts)
@@ -160,6 +179,19 @@ class QuantizerFleet:
             except BaseException:
                 await _forget(artifact_id)
                 raise
+
+    async def rank(
+        self, version: int, overlay: Mapping[str, str] | None = None
+    ) -> tuple[Move, ...]:
+        """Moves of fused layers to the next better scheme, most useful first, from the plan with
+        these layers overlaid. By the live calibration's statistics; see ``planning.rank_moves``.
+        """
+        async with self._lock:
+            round_ = self.calibration.round if self.calibration is not None else None
+            items = [Item("rank", Rank(version, round_, dict(overlay or {})))]
+            done: list[RankDone]
+            done = await self.complete("rank", items, self.cfg.deadlines.quantize_s)
+            return done[0].moves
 
     async def reference(self, version: int, rollouts: Sequence[Rollout]) -> list[torch.Tensor]:
         """Final-normed hidden states [R, H] of a version, one tensor a rollout, in order.
@@ -172,14 +204,14 @@ class QuantizerFleet:
         async with self._lock:
             live = self.calibration
             round_ = live.round if live is not None and live.stats else None
-            chunks = _chunks(rollouts, PARTS_PER_REPLICA * await self.crew.size())
+            pieces = chunks(rollouts, PARTS_PER_REPLICA * await self.crew.size())
             items = [
                 Item(f"rollouts-{number}", Reference(version, chunk, round_))
-                for number, chunk in enumerate(chunks)
+                for number, chunk in enumerate(pieces)
             ]
             results: list[ReferenceDone]
             results = await self.complete("reference", items, self.cfg.deadlines.probe_s)
-            self.last_drift = await asyncio.to_thread(_drift, results, live) if live else {}
+            self.last_drift = await asyncio.to_thread(drift_of, results, live) if live else {}
             return [hidden_RH for result in results for hidden_RH in result.hidden]
 
     async def close(self) -> None:
@@ -218,6 +250,9 @@ class QuantizerFleet:
     ) -> ArtifactRef:
         """Join the parts: the manifest is stored last."""
         layers = {name: scheme for done in results for name, scheme in done.used.items()}
+        compared = sum(done.codes_compared for done in results)
+        changed = sum(done.codes_changed for done in results)
+        self.last_flips = changed / compared if compared else None
         manifest = assemble_manifest(
             policy_version=version,
             model=results[0].model,
@@ -225,19 +260,11 @@ class QuantizerFleet:
             specs={name: spec for done in results for name, spec in done.specs.items()},
             asked={name: scheme for done in results for name, scheme in done.asked.items()},
             notes={name: note for done in results for name, note in done.notes.items()},
-            calibration=_record(calibration, layers),
+            calibration=record_of(calibration, layers),
+            weight_error={n: error for done in results for n, error in done.weight_error.items()},
             artifact_id=artifact_id,
         )
         return await store.finish_artifact(manifest, [done.part for done in results])
-
-
-def _record(calibration: Calibration | None, layers: Mapping[str, str]) -> CalibrationRecord | None:
-    """What the manifest says about the calibration; None if nothing came from it."""
-    if calibration is None:
-        return None
-    if "int8_static" not in layers.values() and not calibration.shift:
-        return None
-    return CalibrationRecord.of(calibration)
 
 
 async def _forget(artifact_id: str) -> None:
@@ -247,33 +274,3 @@ async def _forget(artifact_id: str) -> None:
         await store.drop_artifact(artifact_id)
     except store.StoreError as error:
         log.warning("parts of %s stay in the store: %s", artifact_id, error)
-
-
-def _chunks(rollouts: Sequence[Rollout], count: int) -> list[list[Rollout]]:
-    """At most count consecutive pieces of about equal numbers of tokens, none empty."""
-    total = sum(len(rollout.token_ids) for rollout in rollouts)
-    pieces: list[list[Rollout]] = [[]]
-    done = 0
-    for rollout in rollouts:
-        if pieces[-1] and done * count >= total * len(pieces):
-            pieces.append([])
-        pieces[-1].append(rollout)
-        done += len(rollout.token_ids)
-    return pieces
-
-
-def _drift(results: Sequence[ReferenceDone], live: Calibration) -> dict[str, Any]:
-    """Site -> Drift of the inputs just seen against those of the calibration."""
-    from forge_ptq.numerics.drift import drift
-    from forge_ptq.numerics.stats_table import Layout, unpack
-
-    seen: dict[str, Any] = {}
-    for result in results:
-        if result.stats is None:
-            continue
-        for site, stats in unpack(result.stats, Layout(result.sites)).items():
-            seen[site] = seen[site].merge(stats) if site in seen else stats
-    return {
-        site: drift(stats, live.stats[site], live.absmax.get(site, 0.0))
-        for site, stats in seen.items()
-    }

@@ -1,31 +1,8 @@
-"""What follows a refusal, step by step, and what is remembered of it between publishes. Pure: no
-I/O, no actors, no clock.
+"""What follows a refusal, and what is remembered of it between publishes. Pure: no I/O, no actors,
+no clock. The states that a version goes through meanwhile are in passage.py.
 
-One version on its way (``Passage``), from the first candidate to what becomes of what serves:
-
-                   more rollouts
-                     +------+
-                     |      v
-    PREPARE -------> PROBED ------> ACCEPTED ------> COMMITTED -----------> CONFIRMED
-     ^ ^ |             |               |                | quantized         ^      |
-     | | |        gate |    plan found |                v                   |      | fails later
-     | | |             v        guilty |             PROBATION -------------+      |
-     | | |          REFUSED <----------+                | fails                    |
-     | | |             |                                v                          |
-     | | |             +--> DEMOTE (attempt n) --+   CONDEMNED <-------------------+
-     | +-|-------------|-------------------------+      | while it or its plan serves
-     |   |             +--> BF16 --+                    v
-     +---|-------------|-----------+                 ROLLED_BACK
-         |             +--> KEEP
-         +--> FAILED --> BF16 | KEEP          FAILED: from every state before COMMITTED
-
-``PREPARE`` is calibrate (if due), quantize and stage. Full precision needs no scores: from PREPARE
-straight to ACCEPTED, from COMMITTED to CONFIRMED. What is owed (below) is paid from PREPARE to
-DEMOTE or BF16, before the first candidate. Any other transition raises LadderError: it would be a
-bug in the publisher. Each transition carries the numbers that caused it.
-
-Between publishes (``Ladder``) demotions are a stack of steps, each {layer: better scheme}; what
-they come to together lies over whatever plan is live, wherever it still is an upgrade.
+Demotions are a stack of steps, each {layer: better scheme}; what they come to together lies over
+whatever plan is live, wherever it still is an upgrade.
 
     refused, or probation failed     one step more; good publishes in a row start again from 0
     recover_after good publishes     the latest step is taken back, on trial
@@ -41,11 +18,11 @@ bf16, taken back like any other.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from typing import Any
+
+from forge_ptq.services.passage import State
 
 SCHEMA = 1
 BETTER: Mapping[str, int] = {"int8_static": 0, "int8_dynamic": 1, "bf16": 2}
@@ -55,100 +32,9 @@ LONGEST = 2**16
 """Most good publishes that taking a step back is made to wait for."""
 
 
-class LadderError(RuntimeError):
-    """A transition that the state machine does not have."""
-
-
-class State(StrEnum):
-    """See the module's docstring."""
-
-    PREPARE = "prepare"
-    PROBED = "probed"
-    ACCEPTED = "accepted"
-    REFUSED = "refused"
-    FAILED = "failed"
-    DEMOTE = "demote"
-    BF16 = "bf16"
-    KEEP = "keep"
-    COMMITTED = "committed"
-    PROBATION = "probation"
-    CONFIRMED = "confirmed"
-    CONDEMNED = "condemned"
-    ROLLED_BACK = "rolled_back"
-
-
-_S = State
-ALLOWED: Mapping[State, frozenset[State]] = {
-    _S.PREPARE: frozenset(
-        {_S.PROBED, _S.ACCEPTED, _S.REFUSED, _S.FAILED, _S.DEMOTE, _S.BF16, _S.KEEP}
-    ),
-    _S.PROBED: frozenset({_S.PROBED, _S.ACCEPTED, _S.REFUSED, _S.FAILED}),
-    _S.ACCEPTED: frozenset({_S.COMMITTED, _S.REFUSED, _S.FAILED}),
-    _S.REFUSED: frozenset({_S.DEMOTE, _S.BF16, _S.KEEP, _S.FAILED}),
-    _S.FAILED: frozenset({_S.BF16, _S.KEEP}),
-    _S.DEMOTE: frozenset({_S.PREPARE, _S.FAILED}),
-    _S.BF16: frozenset({_S.PREPARE}),
-    _S.KEEP: frozenset(),
-    _S.COMMITTED: frozenset({_S.PROBATION, _S.CONFIRMED}),
-    _S.PROBATION: frozenset({_S.CONFIRMED, _S.CONDEMNED}),
-    _S.CONFIRMED: frozenset({_S.CONDEMNED}),
-    _S.CONDEMNED: frozenset({_S.ROLLED_BACK}),
-    _S.ROLLED_BACK: frozenset(),
-}
-
-
-@dataclass(frozen=True)
-class Transition:
-    """One arrow of the diagram, and the numbers that caused it."""
-
-    from_: str
-    to: str
-    why: str
-    numbers: Mapping[str, float] = field(default_factory=dict)
-    version: int = 0
-    artifact_id: str | None = None
-
-    def __str__(self) -> str:
-        numbers = ", ".join(f"{name} {value:.4g}" for name, value in self.numbers.items())
-        which = f" {self.artifact_id}" if self.artifact_id else ""
-        text = f"version {self.version}{which}: {self.from_} -> {self.to}: {self.why}"
-        return f"{text} ({numbers})" if numbers else text
-
-
-class Passage:
-    """The state of one version. Raises LadderError for an arrow that the diagram does not have."""
-
-    def __init__(self, version: int, state: State = State.PREPARE) -> None:
-        self.version = version
-        self.state = state
-        self.transitions: list[Transition] = []
-
-    def to(
-        self,
-        state: State,
-        why: str,
-        numbers: Mapping[str, float] | None = None,
-        artifact_id: str | None = None,
-    ) -> Transition:
-        """Take an arrow; numbers that are not finite are left as they are."""
-        if state not in ALLOWED[self.state]:
-            raise LadderError(
-                f"version {self.version}: no transition from {self.state} to {state} ({why}); "
-                f"expected one of {', '.join(sorted(ALLOWED[self.state])) or 'none'}"
-            )
-        taken = Transition(
-            str(self.state), str(state), why, dict(numbers or {}), self.version, artifact_id
-        )
-        self.state = state
-        self.transitions.append(taken)
-        return taken
-
-
-def next_rung(
-    on_reject: Sequence[str], demotions: int, attempts: int, *, can_demote: bool = True
-) -> State:
-    """What follows a refusal, given the demotions made for this version so far."""
-    if "demote" in on_reject and demotions < attempts and can_demote:
+def next_rung(on_reject: Sequence[str], demotions: int, attempts: int) -> State:
+    """What follows a refusal, given the demotions made for this version and how many may be."""
+    if "demote" in on_reject and demotions < attempts:
         return State.DEMOTE
     return State.BF16 if "bf16" in on_reject else State.KEEP
 
@@ -265,11 +151,11 @@ class Ladder:
         """A candidate was refused."""
         self.streak = 0
 
-    def again(self, schemes: Mapping[str, str]) -> Step | None:
-        """The step on trial, which is to be taken again with a longer wait, if it improves these
-        schemes (of the candidate that failed); the trial is over either way."""
+    def again(self, schemes: Mapping[str, str] | None = None) -> Step | None:
+        """The step on trial, which is to be taken again with a longer wait, if it improves the
+        schemes of the candidate that failed (None: not known); the trial is over either way."""
         step, self.trial = self.trial, None
-        if step is None or not step.improves(schemes):
+        if step is None or (schemes is not None and not step.improves(schemes)):
             return None
         return replace(step, failures=step.failures + 1)
 
@@ -325,8 +211,3 @@ def _restored(record: Mapping[str, Any]) -> Step:
     if unknown:
         raise ValueError(f"ladder: unknown scheme {sorted(unknown)[0]!r}")
     return Step(dict(record["layers"]), bool(record["whole"]), int(record["failures"]))
-
-
-def finite(numbers: Mapping[str, float | None]) -> dict[str, float]:
-    """The numbers that were measured and are numbers."""
-    return {k: float(v) for k, v in numbers.items() if v is not None and math.isfinite(v)}

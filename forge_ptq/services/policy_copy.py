@@ -179,12 +179,14 @@ class PolicyCopy:
         *,
         names: Collection[str] | None = None,
         corrupt: bool = False,
+        errors: dict[str, float] | None = None,
     ) -> tuple[dict[str, torch.Tensor], dict[str, str], dict[str, str]]:
         """(tensors, layers, notes) of an artifact of the loaded version, or of a part of it.
 
         layers: scheme of every layer, which may differ from the calibration's. calibration: its
         ranges and smoothing factors (or ranges alone); None if nothing is static. names: the
-        parameters of the part, see ``shares``. A static layer without a range becomes
+        parameters of the part, see ``shares``. errors: takes the relative error of every int8
+        weight, as made (not of what corrupt does to it). A static layer without a range becomes
         int8_dynamic together with its fused group, with a note.
         """
         absmax: Mapping[str, float] = {}
@@ -194,7 +196,9 @@ class PolicyCopy:
             folding = Folding(self.smoothing_sites(down_proj=True), calibration.shift)
         elif calibration is not None:
             absmax = calibration
-        tensors, used, notes = quantize_parameters(self.parameters, layers, absmax, folding, names)
+        tensors, used, notes = quantize_parameters(
+            self.parameters, layers, absmax, folding, names, errors
+        )
         if corrupt:
             if not any(scheme.startswith("int8") for scheme in layers.values()):
                 raise ValueError("corrupt_scales needs an int8 layer, the plan has none")

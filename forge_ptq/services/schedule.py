@@ -9,10 +9,14 @@ that an unchanged weight keeps its int8 code.
         more rollouts        the last one was made while the pool was short, and now it is full or
                              twice what it was
     calibrated(live, due)    it was made
+    failed()                 it was tried and did not come about
     watch(drifts, live)      what the last reference forward says about the live scales
     refused()                what the gate said
 
 The age of a calibration is a difference of policy versions, which count trainer steps.
+
+One that failed is tried again at the next publish, then after 2, 4, ... publishes. Meanwhile the
+scales there are go on, under the gate's eyes; without any, versions are served in bf16.
 """
 
 from __future__ import annotations
@@ -29,9 +33,15 @@ from forge_ptq.numerics.plan import group_of
 from forge_ptq.services.replicas import PublishError
 from forge_ptq.services.sampler import Rollout, RolloutSampler
 
+LONGEST_WAIT = 32
+"""Most publishes from one failed calibration to the next attempt."""
 MORE_ROLLOUTS = "more rollouts"
 GROWTH = 2.0
 """Rollouts at hand over those of a calibration on a short pool, for another one to be worth it."""
+
+
+class NotYetError(PublishError):
+    """There is no calibration, and the next attempt at one is put off."""
 
 
 @dataclass(frozen=True)
@@ -68,18 +78,31 @@ class Schedule:
         self._auto = cfg.plan.mode == "auto"
         self._drifted: str | None = None
         self._refused = False
+        self._failures = 0
+        """Calibrations that failed since the last one that did not."""
+        self._wait = 0
+        """Publishes to let pass before the next attempt."""
         self._short: tuple[int, float] | None = None
         """(round, share of the rollouts wanted that it had) of a calibration on a short pool."""
 
     def due(self, version: int, live: Calibration | None) -> Due | None:
         """The calibration to make before version is quantized, or None.
 
-        PublishError if there is none yet and too few rollouts for one. A later one that lacks
-        rollouts waits for them: the scales there are go on.
+        Call once per publish. PublishError if there is none yet and too few rollouts for one,
+        NotYetError if it failed too often. A later one that lacks rollouts waits for them: the
+        scales there are go on.
         """
         reason = self._reason(version, live)
         if reason is None:
             return None
+        if self._wait:
+            self._wait -= 1
+            if live is not None:
+                return None
+            raise NotYetError(
+                f"calibration failed {self._failures} times in a row, it is tried again after "
+                f"{self._wait} more publishes"
+            )
         rollouts = self.sampler.calibration(self.cfg.calibration.rollouts)
         plan = self.sampler.plan(self.cfg.plan.rollouts) if self._auto else []
         parts = [("calibration", rollouts, self.cfg.calibration.rollouts)]
@@ -116,6 +139,7 @@ class Schedule:
     def calibrated(self, live: Calibration, due: Due) -> None:
         """The calibration that was due was made."""
         self._drifted, self._refused = None, False
+        self._failures = 0
         share = self._share(due.rollouts, due.plan_rollouts)
         self._short = (live.round, share) if share < 1 else None
 
@@ -123,6 +147,11 @@ class Schedule:
         """The smaller of the shares that are at hand of what calibration and plan want."""
         share = len(rollouts) / self.cfg.calibration.rollouts
         return min(share, len(plan) / self.cfg.plan.rollouts) if self._auto else share
+
+    def failed(self) -> None:
+        """The calibration that was due did not come about."""
+        self._failures += 1
+        self._wait = min(2 ** (self._failures - 1), LONGEST_WAIT) - 1
 
     def refused(self) -> None:
         """A candidate made with the live scales did not pass the gate."""

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from forge_ptq.services.ladder import Transition
+from forge_ptq.services.passage import Transition
 
 Outcome = Literal["accepted", "demoted", "fell_back", "kept"]
 

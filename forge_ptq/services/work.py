@@ -7,11 +7,12 @@ another one. Statistics and tensors of artifacts go to the store, and the result
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from forge_ptq.manifest import TensorSpec
+from forge_ptq.services.ladder import Move
 from forge_ptq.services.sampler import Rollout
 from forge_ptq.store_artifacts import ArtifactPart
 from forge_ptq.store_stats import ShareKey
@@ -102,6 +103,9 @@ class Quantize:
     calibration: int | None
     """Round of the calibration to use; None: none."""
     corrupt: bool = False
+    overlay: Mapping[str, str] = field(default_factory=dict)
+    """Layer -> scheme that it gets where it is better than the planned one: demotions. Not for one
+    scheme for all."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,29 @@ class PartDone:
     used: Mapping[str, str]
     notes: Mapping[str, str]
     model: str
+    weight_error: Mapping[str, float] = field(default_factory=dict)
+    """int8 layer -> |W - dequantized| / |W|."""
+    codes_changed: int = 0
+    """Of the codes compared with those of the version that this replica quantized before."""
+    codes_compared: int = 0
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Order the layers by what a better scheme gains, for demotions."""
+
+    version: int
+    calibration: int | None
+    """Round whose statistics tell; None: by class and weight error."""
+    overlay: Mapping[str, str]
+    """Demotions already made, see Quantize."""
+
+
+@dataclass(frozen=True)
+class RankDone:
+    """Moves to the next better scheme, most useful first."""
+
+    moves: tuple[Move, ...]
 
 
 @dataclass(frozen=True)
@@ -135,5 +162,5 @@ class ReferenceDone:
     sites: tuple[tuple[str, int], ...]
 
 
-Work = Observe | Smooth | Plan | Quantize | Reference
-Done = ShareDone | SmoothDone | PlanDone | PartDone | ReferenceDone
+Work = Observe | Smooth | Plan | Quantize | Rank | Reference
+Done = ShareDone | SmoothDone | PlanDone | PartDone | RankDone | ReferenceDone

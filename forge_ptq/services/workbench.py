@@ -19,8 +19,10 @@ from forge_ptq.manifest import describe_tensor
 from forge_ptq.numerics.calibration import Calibration
 from forge_ptq.numerics.schemes import QuantizationError
 from forge_ptq.numerics.stats import ActivationStats
-from forge_ptq.numerics.stats_table import Layout, channel_slice, pack, unpack
-from forge_ptq.services.planning import choose_plan
+from forge_ptq.numerics.stats_table import Layout, pack, unpack
+from forge_ptq.services.code_flips import CodeFlips
+from forge_ptq.services.ladder import overlaid
+from forge_ptq.services.planning import choose_plan, rank_moves
 from forge_ptq.services.policy_copy import PolicyCopy
 from forge_ptq.services.policy_tp import observing
 from forge_ptq.services.ranks import Ranks
@@ -31,6 +33,8 @@ from forge_ptq.services.work import (
     Plan,
     PlanDone,
     Quantize,
+    Rank,
+    RankDone,
     Reference,
     ReferenceDone,
     ShareDone,
@@ -38,6 +42,7 @@ from forge_ptq.services.work import (
     SmoothDone,
     Work,
 )
+from forge_ptq.services.workbench_stats import is_static, joined, part_of, tokens_of
 from forge_ptq.store_stats import Mark, ShareKey
 
 T = TypeVar("T")
@@ -82,6 +87,7 @@ class Workbench:
         self.name = name
         self.run = run
         self._calibration: Calibration | None = None
+        self._flips = CodeFlips()
 
     @property
     def layout(self) -> Layout:
@@ -111,6 +117,8 @@ class Workbench:
                 return await self._plan(work, progress)
             case Quantize():
                 return await self._quantize(work, attempt)
+            case Rank():
+                return await self._rank(work)
             case Reference():
                 return await self._reference(work)
 
@@ -150,7 +158,7 @@ class Workbench:
                 )
         # Only when every rank's slices and marks are in place is the share done.
         await self.run(lambda: self.ranks.gather(True))
-        return ShareDone(key, _tokens(total), resumed)
+        return ShareDone(key, tokens_of(total), resumed)
 
     async def _checkpoint(self, work: Observe, layout: Layout) -> tuple[ShareKey, Mark] | None:
         """The furthest checkpoint of the share that fits this model."""
@@ -164,7 +172,7 @@ class Workbench:
         """This rank's part of a checkpoint."""
         whole = unpack(await store_stats.get_stats(key, mark), mark.layout)
         rank, size = self.ranks.rank, self.ranks.size
-        return {site: _part(stats, rank, size) for site, stats in whole.items()}
+        return {site: part_of(stats, rank, size) for site, stats in whole.items()}
 
     def _check(self, stats: Stats) -> None:
         """AgreedError unless all ranks saw finite activations only.
@@ -181,7 +189,9 @@ class Workbench:
     async def _put(self, key: ShareKey, layout: Layout, stats: Stats) -> None:
         rank, size = self.ranks.rank, self.ranks.size
         table = await self.run(lambda: pack(stats, layout, rank, size))
-        await store_stats.put_stats(key, table, Mark(_tokens(stats), self.name, size, layout), rank)
+        await store_stats.put_stats(
+            key, table, Mark(tokens_of(stats), self.name, size, layout), rank
+        )
 
     async def _smooth(self, work: Smooth) -> SmoothDone:
         stats = await store_stats.get_merged(work.round, work.pass_)
@@ -211,35 +221,50 @@ class Workbench:
             asked = policy.plan.override_all(work.scheme).resolve(policy.linears)
         else:
             asked = dict(calibration.layers if calibration else policy.layers)
-        if calibration is None and "int8_static" in asked.values():
+        wanted = overlaid(asked, work.overlay) if work.scheme is None else asked
+        if calibration is None and "int8_static" in wanted.values():
             raise ValueError("the plan has int8_static layers: calibrate before quantize")
+        errors: dict[str, float] = {}
 
         def make() -> Any:
             try:
                 tensors, used, notes = policy.quantize(
-                    asked,
+                    wanted,
                     calibration,
                     names=policy.shares(work.parts)[work.part],
                     corrupt=work.corrupt,
+                    errors=errors,
                 )
             except QuantizationError as error:  # about the whole tensor, which every rank has
                 raise AgreedError(str(error)) from error
-            return tensors, {n: describe_tensor(t) for n, t in tensors.items()}, used, notes
+            flips = self._flips.compare(work.version, tensors)
+            return tensors, {n: describe_tensor(t) for n, t in tensors.items()}, used, notes, flips
 
-        tensors, specs, used, notes = await self.run(make)
+        tensors, specs, used, notes, flips = await self.run(make)
         name = f"{work.part:04d}-a{attempt}"
         if self.ranks.rank == 0:
             part = await store.put_artifact_part(work.artifact_id, name, tensors)
         else:
             part = store.ArtifactPart(name, {}, 0)
         part_asked = {layer: asked[layer] for layer in used}
-        return PartDone(part, specs, part_asked, used, notes, policy.architecture)
+        demoted = {
+            name: f"{wanted[name]} instead of {asked[name]}: demoted"
+            for name in used
+            if wanted[name] != asked[name]
+        }
+        return PartDone(
+            part, specs, part_asked, used, demoted | notes, policy.architecture, errors, *flips
+        )
+
+    async def _rank(self, work: Rank) -> RankDone:
+        calibration = None if work.calibration is None else await self.calibration(work.calibration)
+        return RankDone(await self.run(lambda: rank_moves(self.policy, calibration, work.overlay)))
 
     async def _reference(self, work: Reference) -> ReferenceDone:
         policy = self.policy
         calibration = None if work.calibration is None else await self.calibration(work.calibration)
         static = (
-            [site for site, members in policy.sites.items() if _is_static(calibration, members)]
+            [site for site, members in policy.sites.items() if is_static(calibration, members)]
             if calibration is not None
             else []
         )
@@ -253,44 +278,7 @@ class Workbench:
             with observing(policy.model, static, shift) as observer:
                 hidden = policy.reference(work.rollouts, observer)
                 table = pack(observer.take(), Layout(sites), rank, size)
-            return hidden, _joined(self.ranks.gather(table))
+            return hidden, joined(self.ranks.gather(table))
 
         hidden, table = await self.run(score)
         return ReferenceDone(hidden, table, sites)
-
-
-def _tokens(stats: Stats) -> int:
-    """Positions that a share saw (all sites see all of them)."""
-    return max((stat.tokens for stat in stats.values()), default=0)
-
-
-def _is_static(calibration: Calibration, members: Sequence[str]) -> bool:
-    return any(calibration.layers.get(member) == "int8_static" for member in members)
-
-
-def _part(stats: ActivationStats, rank: int, size: int) -> ActivationStats:
-    """What one of several ranks has to add to; partial sums go to rank 0."""
-    if size == 1:
-        return stats
-    channels = channel_slice(stats.channels, rank, size)
-    first = rank == 0
-    return ActivationStats(
-        tokens=stats.tokens,
-        absmax_C=stats.absmax_C[channels],
-        sum_sq_C=stats.sum_sq_C[channels],
-        sum=stats.sum if first else 0.0,
-        histogram_B=stats.histogram_B if first else torch.zeros_like(stats.histogram_B),
-        non_finite=stats.non_finite if first else 0,
-    )
-
-
-def _joined(tables: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The ranks' tables as one that ``stats_table.unpack`` takes."""
-    if len(tables) == 1:
-        return tables[0]
-    return {
-        name: torch.stack([table[name] for table in tables])
-        if name in ("histogram", "scalars")
-        else torch.cat([table[name] for table in tables], dim=1)
-        for name in tables[0]
-    }

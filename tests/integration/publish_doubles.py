@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,11 @@ from forge_ptq.engine.types import CommitReport, ProbeScore
 from forge_ptq.numerics.calibration import Calibration
 from forge_ptq.numerics.drift import Drift
 from forge_ptq.numerics.schemes import get_scheme
+from forge_ptq.services.ladder import BETTER, Move, overlaid
+
+ENDPOINTS = (
+    "stage", "describe", "probe", "commit", "discard", "accompany", "conform", "damage_live",
+)  # fmt: skip
 
 
 @dataclass
@@ -26,7 +32,11 @@ class Replica:
     layers: dict[str, str] = field(default_factory=dict)
     faults: dict[str, Any] = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
-    kl: float = 0.01
+    kl: float | Callable[[dict[str, str]], float] = 0.01
+    """KL per token of a staged artifact with a quantized layer, or what makes it of its schemes."""
+    live_layers: dict[str, str] = field(default_factory=dict)
+    companion: str | None = None
+    damaged: list[str | None] = field(default_factory=list)
 
     async def call(self, name: str, *args: Any) -> Any:
         self.calls.append(name)
@@ -49,6 +59,7 @@ class Replica:
     async def stage(self, ref: ArtifactRef) -> Any:
         artifact = await store.get_artifact(ref)
         self.idle, self.layers = ref.artifact_id, dict(artifact.manifest.layers)
+        self.companion = None
         return SimpleNamespace(bytes=1)
 
     async def describe(self) -> dict[str, Any]:
@@ -63,7 +74,8 @@ class Replica:
         for sequence in sequences:
             count = len(sequence.token_ids) - sequence.response_start
             assert sequence.reference_hidden.shape[0] == count
-            kl = self.kl if "bf16" not in set(self.layers.values()) else 0.001
+            kl = self.kl(self.layers) if callable(self.kl) else self.kl
+            kl = 0.001 if set(self.layers.values()) == {"bf16"} else kl
             scores.append(
                 ProbeScore(torch.zeros(count), torch.zeros(count), torch.full((count,), kl))
             )
@@ -72,12 +84,36 @@ class Replica:
     async def commit(self, artifact_id: str) -> CommitReport:
         if self.idle != artifact_id:
             raise RuntimeError(f"cannot commit {artifact_id}: the idle slot holds {self.idle}")
-        self.live, self.idle = self.idle, self.live
+        self._flip()
         return CommitReport(artifact_id, 0, 0, 1e-6, 0.02, 0.01, 0)
 
+    def _flip(self) -> None:
+        self.live, self.idle = self.idle, self.live
+        self.live_layers, self.layers = self.layers, self.live_layers
+        self.companion = None
+
     async def discard(self) -> bool:
-        self.idle = None
+        self.idle = self.companion = None
         return True
+
+    async def accompany(self, ref: ArtifactRef) -> Any:
+        await self.stage(ref)
+        self.companion, self.idle = ref.artifact_id, None
+
+    async def conform(self) -> dict[str, Any]:
+        """As the engine does it: flip back if a slot holds what is committed, else load it."""
+        ref = await store.get_committed()
+        assert ref is not None
+        loaded = False
+        if self.live != ref.artifact_id:
+            if self.idle != ref.artifact_id:
+                await self.stage(ref)
+                loaded = True
+            self._flip()
+        return {"artifact_id": self.live, "loaded": loaded, "seconds": 0.0}
+
+    async def damage_live(self) -> None:
+        self.damaged.append(self.live)
 
 
 class Generators:
@@ -85,7 +121,7 @@ class Generators:
 
     def __init__(self, count: int = 1) -> None:
         self.replicas = [Replica() for _ in range(count)]
-        for name in ("stage", "describe", "probe", "commit", "discard"):
+        for name in ENDPOINTS:
             setattr(self, name, self._endpoint(name))
 
     def _endpoint(self, name: str) -> Any:
@@ -109,16 +145,19 @@ class Generators:
 
 
 class FakeFleet:
-    """The fleet's double: a one-layer artifact of whatever scheme is asked for."""
+    """The fleet's double: small artifacts of whatever schemes are asked for. The ranking moves one
+    layer after the other, in order, one scheme at a time."""
 
-    def __init__(self, scheme: str = "int8_dynamic") -> None:
+    def __init__(self, scheme: str = "int8_dynamic", layers: Sequence[str] = ("a",)) -> None:
         self.scheme = scheme
+        self.layers = tuple(layers)
+        self.last_flips: float | None = None
         self.log: list[Any] = []
         self.faults: dict[str, Any] = {}
         self.calibration: Calibration | None = None
         self.last_drift: dict[str, Drift] = {}
         self.drift = Drift(0.0, 0.01, 1.0)
-        for name in ("calibrate", "quantize", "reference"):
+        for name in ("calibrate", "quantize", "rank", "reference"):
             setattr(self, name, self._call(name))
 
     def _call(self, name: str) -> Any:
@@ -141,21 +180,38 @@ class FakeFleet:
     async def _calibrate(self, version: int, rollouts: list[Any], plan: list[Any]) -> Calibration:
         before = self.calibration.round if self.calibration else 0
         self.calibration = Calibration(
-            before + 1, version, {"a": self.scheme}, {"a": 1.0}, tokens=len(rollouts),
+            before + 1, version, dict.fromkeys(self.layers, self.scheme),
+            dict.fromkeys(self.layers, 1.0), tokens=len(rollouts),
             contributors=("host:1", "host:2"), dropped=("host:3: NaN",),
         )  # fmt: skip
         return self.calibration
 
-    async def _quantize(self, version: int, scheme: str | None, fault: str | None) -> ArtifactRef:
-        used = scheme or self.scheme
-        parts = get_scheme(used).quantize(torch.randn(4, 4), absmax=1.0)
+    async def _quantize(
+        self,
+        version: int,
+        scheme: str | None = None,
+        fault: str | None = None,
+        overlay: Mapping[str, str] | None = None,
+    ) -> ArtifactRef:
+        asked = dict.fromkeys(self.layers, scheme or self.scheme)
+        used = overlaid(asked, overlay or {}) if scheme is None else asked
+        tensors: dict[str, torch.Tensor] = {}
+        for name, kind in used.items():
+            parts = get_scheme(kind).quantize(torch.randn(4, 4), absmax=1.0)
+            tensors |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
         artifact = QuantizedArtifact.build(
-            policy_version=version,
-            model="toy",
-            layers={"a": used},
-            tensors={f"a.{part}": tensor for part, tensor in parts.items()},
+            policy_version=version, model="toy", layers=used, asked=asked, tensors=tensors
         )
         return await store.put_artifact(artifact)
+
+    async def _rank(self, version: int, overlay: Mapping[str, str]) -> tuple[Move, ...]:
+        now = overlaid(dict.fromkeys(self.layers, self.scheme), overlay)
+        order = list(BETTER)
+        return tuple(
+            Move((name,), now[name], order[BETTER[now[name]] + 1], 1 / len(self.layers))
+            for name in self.layers
+            if now[name] != "bf16"
+        )
 
     async def _reference(self, version: int, rollouts: list[Any]) -> list[torch.Tensor]:
         self.last_drift = {"a": self.drift} if self.calibration else {}

@@ -16,7 +16,7 @@ from forge_ptq import runtime, store
 from forge_ptq.artifact import ArtifactRef
 from forge_ptq.config import PlanConfig, PTQConfig
 from forge_ptq.numerics.drift import Drift
-from forge_ptq.services import candidate
+from forge_ptq.services import candidate, climb, serving
 from forge_ptq.services.fleet import CalibrationError
 from forge_ptq.services.ptq import PTQ
 from tests.integration.publish_doubles import FakeFleet, Generators, episodes
@@ -29,7 +29,8 @@ async def running_store():
     await runtime.init_provisioner()
     await store.initialize()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(candidate, "GRACE_S", 0.0)  # these fleets have no rounds to wait for
+        for module in (candidate, climb, serving):  # these fleets have no rounds to wait for
+            patch.setattr(module, "GRACE_S", 0.0)
         yield
     await store.shutdown()
     await runtime.shutdown()
@@ -408,7 +409,7 @@ async def test_a_refused_candidate_is_calibrated_anew_unless_it_was_corrupted_on
     ptq = await launch(generators, fleet, calibration__rollouts=8, drift__min_steps=1)
     assert (await ptq.publish(1)).calibrated
     generators.replicas[0].kl = 0.2
-    ptq._inject = [SimpleNamespace(step=2, fault="corrupt_scales")]
+    ptq.faults.inject = [SimpleNamespace(step=2, fault="corrupt_scales", attempts=1)]
     assert (await ptq.publish(2)).refused
     third = await ptq.publish(3)
     assert (third.refused, third.calibrated) == (True, False)
@@ -496,7 +497,7 @@ async def test_injected_fault_reaches_only_its_version():
     fleet = FakeFleet()
     cfg = PTQConfig()
     cfg.probe.min_sequences, cfg.smoothing.enabled = 4, False
-    inject = [SimpleNamespace(step=2, fault="corrupt_scales")]
+    inject = [SimpleNamespace(step=2, fault="corrupt_scales", attempts=1)]
     ptq = await PTQ.attach(cfg, Generators(), fleet, inject)
     await ptq.offer(episodes(40))
     for version in (1, 2, 3):

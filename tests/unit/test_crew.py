@@ -17,6 +17,7 @@ from forge_ptq.services.candidate import Candidate, Publisher
 from forge_ptq.services.coordinator import Coordinator, Member, Report
 from forge_ptq.services.crew import Crew, FleetError
 from forge_ptq.services.round import Item, WorkRound
+from tests.integration.ptq_support import random_rollouts
 
 SILENT = Member("host:41", socket.gethostname(), (41,))
 
@@ -104,4 +105,4 @@ async def test_the_fleet_says_what_is_missing_before_the_publisher_gives_up() ->
     with pytest.raises(FleetError, match="part-0 no replica took it"):
         await publisher.quantize(Candidate(1))
     with pytest.raises(FleetError, match="part-0 no replica took it"):
-        await publisher.probe(Candidate(1), [])
+        await publisher.probe(Candidate(1), random_rollouts(1))

@@ -9,7 +9,7 @@ from forge_ptq.services.calibrating import (
     deal,
     primaries,
 )
-from forge_ptq.services.fleet import _chunks
+from forge_ptq.services.fleet_parts import chunks
 from forge_ptq.services.round import Assignment, Item, WorkRound
 from tests.integration.ptq_support import random_rollouts
 
@@ -32,11 +32,11 @@ def test_batches_are_dealt_round_and_every_one_once():
 @pytest.mark.parametrize("rollouts", [1, 2, 7, 24])
 def test_chunks_keep_the_order_and_are_about_equal(count, rollouts):
     given = random_rollouts(rollouts)
-    chunks = _chunks(given, count)
-    assert [rollout for chunk in chunks for rollout in chunk] == given
-    assert 1 <= len(chunks) <= count
-    assert all(chunks)
-    sizes = [sum(len(rollout.token_ids) for rollout in chunk) for chunk in chunks]
+    pieces = chunks(given, count)
+    assert [rollout for chunk in pieces for rollout in chunk] == given
+    assert 1 <= len(pieces) <= count
+    assert all(pieces)
+    sizes = [sum(len(rollout.token_ids) for rollout in chunk) for chunk in pieces]
     longest = max(len(rollout.token_ids) for rollout in given)
     assert max(sizes) <= sum(sizes) / count + longest
 

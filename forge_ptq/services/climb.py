@@ -1,0 +1,312 @@
+"""One publish, from the first candidate to what serves in the end: the ladder's arrows taken.
+
+A candidate goes through calibrate (if due), quantize, stage, probe, decide and commit. One that is
+refused is followed by what guard.on_reject says; see ladder.py for the states. What fails for
+another reason than its quality is followed by nothing, unless the version must be served: then by
+bf16. A calibration that missed its quorum or its deadline always is: what the missing replicas
+would have measured is not known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from forge_ptq.services import guard
+from forge_ptq.services.candidate import Candidate, Publisher
+from forge_ptq.services.crew import GRACE_S, FleetError
+from forge_ptq.services.injection import Faults
+from forge_ptq.services.ladder import Ladder, Step, next_rung, pick
+from forge_ptq.services.passage import Passage, State
+from forge_ptq.services.replicas import PublishError, within
+from forge_ptq.services.sampler import Rollout, RolloutSampler
+from forge_ptq.services.schedule import Due, NotYetError, Schedule
+from forge_ptq.services.serving import FULL_PRECISION, Served, Serving
+from forge_ptq.services.verdict import Outcome, Verdict
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a publish works with. cfg: config.PTQConfig."""
+
+    cfg: Any
+    fleet: Any
+    sampler: RolloutSampler
+    schedule: Schedule
+    publisher: Publisher
+    serving: Serving
+    ladder: Ladder
+    faults: Faults
+
+
+class Climb:
+    """Fills in a verdict. ``run`` raises only what a bug or a cancellation raises."""
+
+    def __init__(self, parts: Parts, verdict: Verdict) -> None:
+        self.parts = parts
+        self.verdict = verdict
+        self.passage = Passage(verdict.version)
+        self.served = False
+        self._to_bf16 = False
+
+    async def run(self, must_serve: bool) -> None:
+        """must_serve: in bf16 rather than not at all."""
+        cfg, verdict = self.parts.cfg, self.verdict
+        current = self.parts.serving.current
+        if current is not None and verdict.version < current.ref.policy_version:
+            self._keep(f"version {current.ref.policy_version} serves already")
+            return
+        if not cfg.enabled:
+            await self._full_precision([], "accepted")
+            return
+        rollouts = self.parts.sampler.probe(cfg.probe.max_sequences, cfg.probe.max_tokens)
+        if len(rollouts) < cfg.probe.min_sequences:
+            need = cfg.probe.min_sequences
+            self._fail(f"not enough probe rollouts: have {len(rollouts)}, need {need}")
+        else:
+            await self._quantized(rollouts)
+        if not self.served and (self._to_bf16 or must_serve or verdict.calibration_failed):
+            await self._full_precision(rollouts, "fell_back")
+        elif not self.served:
+            self._keep(verdict.reason)
+
+    # ---- the rungs
+
+    async def _quantized(self, rollouts: list[Rollout]) -> None:
+        """Quantized candidates, until one serves or the ladder says something else."""
+        ladder, verdict = self.parts.ladder, self.verdict
+        if (step := ladder.begin()) is not None:
+            verdict.promoted = True
+            numbers = {"level": ladder.level, "layers": len(step.layers)}
+            self._to(State.PROMOTE, "enough good publishes: a demotion is taken back", numbers)
+            self._to(State.PREPARE, "as planned but for the demotions left", {})
+        while ladder.owed:
+            if not await self._demote("what served failed its probation"):
+                self._to_bf16 = True
+                return
+        due = None
+        while not self.served and self.passage.state is State.PREPARE:
+            if ladder.whole:
+                needed = {"good": ladder.streak, "needed": ladder.needed(ladder.steps[-1])}
+                verdict.reason, self._to_bf16 = "the whole model is demoted", True
+                self._to(State.BF16, verdict.reason, needed)
+                return
+            if not verdict.attempts:
+                try:
+                    due = self.parts.schedule.due(verdict.version, self.parts.fleet.calibration)
+                except PublishError as error:
+                    self._fail(str(error))
+                    self._to_bf16 = isinstance(error, NotYetError)
+                    return
+            fault = self.parts.faults.candidate(verdict.version)
+            candidate = Candidate(
+                verdict.version,
+                fault=fault,
+                overlay=ladder.overlay,
+                mark=len(ladder.condemned),
+            )
+            await self._try(candidate, rollouts, due)
+            due = None
+            if self.passage.state is State.REFUSED:
+                await self._refused(candidate)
+
+    async def _refused(self, candidate: Candidate) -> None:
+        """Take the next rung."""
+        guard_cfg, ladder = self.parts.cfg.guard, self.parts.ladder
+        reason = self.verdict.reason
+        ladder.failed()
+        if candidate.fault is None:
+            self.parts.schedule.refused()
+        made = self.verdict.demotions
+        rung = next_rung(guard_cfg.on_reject, made, guard_cfg.demote_attempts)
+        if rung is State.DEMOTE or ladder.trial is not None:
+            assert candidate.manifest is not None
+            if await self._demote("the candidate was refused", candidate.manifest.layers):
+                return
+            rung = next_rung(guard_cfg.on_reject, made, 0)
+            self.verdict.reason = reason
+        self._to_bf16 = rung is State.BF16
+
+    async def _demote(self, why: str, schemes: Mapping[str, str] | None = None) -> bool:
+        """One step down; False if there is none. schemes: of the candidate that was refused.
+
+        What is owed is paid by the whole model in bf16 where guard.on_reject has no demote, and
+        where nothing is left to demote.
+        """
+        ladder, cfg, verdict = self.parts.ladder, self.parts.cfg, self.verdict
+        step = ladder.again(schemes)
+        if step is None and "demote" in cfg.guard.on_reject:
+            try:
+                work = self.parts.fleet.rank(verdict.version, ladder.overlay)
+                moves = await within(work, "rank", cfg.deadlines.quantize_s + 2 * GRACE_S)
+            except Exception as error:
+                log.debug("ranking layers of version %d", verdict.version, exc_info=True)
+                self._fail(f"demote failed: {first_line(error)}")
+                return False
+            step = Step(pick(moves, cfg.guard.demote_share))
+        if step is None or not (step.layers or step.whole):
+            if not ladder.owed:
+                return False
+            step = Step(whole=True)
+        ladder.push(step)
+        verdict.demotions += 1
+        numbers = {"level": ladder.level, "layers": len(step.layers), "failures": step.failures}
+        changed = ", ".join(f"{name} to {scheme}" for name, scheme in sorted(step.layers.items()))
+        self._to(State.DEMOTE, f"{why}: {changed or 'the whole model to bf16'}", numbers)
+        self._to(State.PREPARE, f"attempt {verdict.demotions} of demotion", {})
+        return True
+
+    async def _full_precision(self, rollouts: list[Rollout], outcome: Outcome) -> None:
+        """This version as it was pushed."""
+        if outcome == "fell_back":
+            if self.passage.state is not State.BF16:
+                self._to(State.BF16, self.verdict.reason, {})
+            self._to(State.PREPARE, "in full precision", {})
+        few = rollouts[: self.parts.cfg.probe.sequences]
+        await self._try(Candidate(self.verdict.version, FULL_PRECISION), few, None, outcome)
+        if not self.served:
+            self._keep(self.verdict.reason)
+
+    # ---- one candidate
+
+    async def _try(
+        self,
+        candidate: Candidate,
+        rollouts: list[Rollout],
+        due: Due | None,
+        outcome: Outcome | None = None,
+    ) -> None:
+        """One candidate through all phases; the passage says how it ended."""
+        verdict, serving = self.verdict, self.parts.serving
+        verdict.attempts += 1
+        try:
+            decision = await self._prepare(candidate, rollouts, due)
+            reason = decision.reason
+            if decision.accepted:
+                self._to(State.ACCEPTED, reason, candidate.scored(), candidate)
+                if reason := self._guilty(candidate):
+                    self._to(State.REFUSED, reason, {}, candidate)
+                    verdict.refused = True
+                else:
+                    reason = decision.reason
+                    await self._commit(candidate)
+                    default: Outcome = "demoted" if candidate.demoted else "accepted"
+                    verdict.outcome = outcome or default
+            elif decision.refused:
+                self._to(State.REFUSED, reason, candidate.scored(), candidate)
+                verdict.refused |= candidate.scheme is None
+            else:
+                self._to(State.FAILED, reason, {}, candidate)
+        except Exception as error:
+            reason = f"{candidate.phase} failed: {first_line(error)}"
+            log.warning("version %d is not served: %s", verdict.version, reason)
+            log.debug("version %d", verdict.version, exc_info=True)
+            self._to(State.FAILED, reason, {}, candidate)
+        except asyncio.CancelledError:
+            await self.parts.publisher.abandon(candidate)
+            raise
+        if not self.served:
+            await self.parts.publisher.abandon(candidate)
+        how = "in bf16" if candidate.scheme else "demoted"
+        prefix = f"{verdict.reason}; then {how}: " if verdict.reason else ""
+        verdict.reason = prefix + reason
+        candidate.report(verdict)
+        if self.served:
+            await self.parts.faults.after_commit(
+                verdict.version, serving.policy, self.parts.cfg.deadlines.commit_s
+            )
+
+    async def _prepare(
+        self, candidate: Candidate, rollouts: list[Rollout], due: Due | None
+    ) -> guard.Decision:
+        """Calibrate if due, quantize, stage, then probe until the guard decides."""
+        publisher, fleet, schedule = self.parts.publisher, self.parts.fleet, self.parts.schedule
+        if due is not None:
+            try:
+                await publisher.calibrate(candidate, due)
+            except Exception:
+                schedule.failed()
+                raise
+            schedule.calibrated(fleet.calibration, due)
+        if candidate.scheme is None and schedule.needed:
+            candidate.use(fleet.calibration)
+        await publisher.quantize(candidate)
+        if reason := self._guilty(candidate):
+            return guard.Decision(False, reason, refused=True)
+        await publisher.stage(candidate)
+        cfg = self.parts.cfg
+        # Full precision needs no minimum: its rise is the engine's own numerical noise.
+        limits = guard.Limits.of(cfg, 1 if candidate.scheme else None)
+        if not rollouts:
+            return guard.decide(candidate.evidence(), limits)
+        count = min(cfg.probe.sequences, len(rollouts))
+        while True:
+            await publisher.probe(candidate, rollouts[:count])
+            if candidate.looks == 1:  # later looks see few rollouts
+                drift = schedule.watch(fleet.last_drift, fleet.calibration)
+                if drift is not None:
+                    candidate.drifted(drift)
+            more = count < len(rollouts)
+            decision = guard.decide(candidate.evidence(), limits, more=more)
+            self._to(State.PROBED, decision.reason, candidate.scored(), candidate)
+            if not decision.undecided:
+                return decision
+            count = min(2 * count, len(rollouts))
+
+    def _guilty(self, candidate: Candidate) -> str:
+        """Why a candidate must not serve whose plan failed its probation while it was made."""
+        if candidate.scheme or not self.parts.ladder.guilty_since(candidate.mark, candidate.plan):
+            return ""
+        return "its plan failed its probation while it was made"
+
+    async def _commit(self, candidate: Candidate) -> None:
+        """It serves from now on; PublishError if that did not work."""
+        serving, ladder, ref = self.parts.serving, self.parts.ladder, candidate.ref
+        assert ref is not None
+        candidate.phase = "commit"
+        await serving.commit(ref, candidate.numbers)
+        self._to(State.COMMITTED, "every generator replica serves it", {}, candidate)
+        served = Served(ref, candidate.plan, self.passage)
+        serving.enter(served)
+        self.served = True
+        if served.quantized:
+            self._to(State.PROBATION, "live traffic judges it", {}, candidate)
+        else:
+            self._to(State.CONFIRMED, "full precision needs no probation", {}, candidate)
+        as_meant = candidate.scheme is None or ladder.whole
+        if as_meant and self.verdict.attempts == 1 and not self.verdict.demotions:
+            ladder.passed()
+
+    # ---- notes
+
+    def _to(
+        self,
+        state: State,
+        why: str,
+        numbers: Mapping[str, float],
+        candidate: Candidate | None = None,
+    ) -> None:
+        ref = candidate.ref if candidate is not None else None
+        artifact_id = ref.artifact_id if ref is not None else None
+        self.parts.serving.note(self.passage.to(state, why, numbers, artifact_id))
+
+    def _fail(self, reason: str) -> None:
+        self._to(State.FAILED, reason, {})
+        self.verdict.reason = reason
+
+    def _keep(self, reason: str) -> None:
+        self.verdict.reason = reason
+        self._to(State.KEEP, reason, {})
+
+
+def first_line(error: BaseException) -> str:
+    """What went wrong, short enough for a reason; the log has the traceback."""
+    if isinstance(error, PublishError | FleetError):
+        return str(error)
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
