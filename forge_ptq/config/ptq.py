@@ -20,13 +20,15 @@ class ProbeConfig(Block):
     """Held-out rollouts that judge a candidate."""
 
     sequences: PositiveInt = 32
-    """Sequences scored per candidate at first."""
+    """Sequences scored per candidate at first, of as many prompts as there are."""
 
     max_sequences: PositiveInt = 128
-    """Most sequences scored while the evidence does not decide; then the point estimate does."""
+    """Most sequences scored while the evidence does not decide; then the point estimate does. With
+    128 about 1 % pass of the candidates 10 % over the limit, and fewer fail of those 10 % under."""
 
     min_sequences: PositiveInt = 20
-    """With fewer at hand a candidate cannot be judged and is not served."""
+    """With fewer at hand a candidate cannot be judged and is not served. With 20, and no more to be
+    had, 2 % pass of the candidates 25 % over the limit, and 2 % fail of those 20 % under."""
 
     max_tokens: PositiveInt | None = None
     """Longest sequence scored, prompt included, in tokens; null does not limit."""
