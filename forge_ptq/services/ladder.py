@@ -134,8 +134,13 @@ class Ladder:
         return min(self.recover_after * 2**step.failures, max(LONGEST, self.recover_after))
 
     def begin(self) -> Step | None:
-        """At the start of a publish: the step that is now taken back, on trial; None if none is."""
-        if self.owed or not self.steps or self.streak < self.needed(self.steps[-1]):
+        """At the start of a publish: the step that is now taken back, on trial; None if none is.
+
+        One at a time: while one is on trial, and while one is owed, the others stay.
+        """
+        if self.trial is not None or self.owed or not self.steps:
+            return None
+        if self.streak < self.needed(self.steps[-1]):
             return None
         self.trial = self.steps.pop()
         self.streak = 0
