@@ -230,7 +230,11 @@ def main(arguments: list[str] | None = None) -> None:
     # Shapes of scores near a gate, not those of a wreck, say how it errs there.
     near = [draws for draws in pools if draws.scored.truth < 10 * parsed.limit]
     results = {
-        "pool": {"rollouts": len(scored[0].kl_GR), "tokens": scored[0].tokens},
+        "pool": {
+            "rollouts": len(scored[0].kl_GR),
+            "tokens": scored[0].tokens,
+            **scored[0].settings,
+        },
         "coverage": coverage(near),
         "looks": inflation(near),
         "operating": operating(near),

@@ -9,10 +9,11 @@ Shape suffixes: G rollouts of the pool, T trials, N rollouts drawn, R tokens of 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -37,6 +38,8 @@ class Scored:
     """Of the pool, before it was moved, nats per token."""
     groups_G: Sequence[str] = ()
     """Of the prompts."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Of decision_scores."""
 
     @classmethod
     def load(cls, path: Path) -> list[Scored]:
@@ -49,7 +52,8 @@ class Scored:
             nll_mean = float(torch.cat(delta_GR).mean())
             moved = float(torch.cat(scores["kl"]).double().mean()) - nll_mean
             delta_GR = [delta_R + moved for delta_R in delta_GR]
-            found.append(cls(name, scores["kl"], delta_GR, nll_mean, data.get("groups", ())))
+            about = (data["groups"], data["settings"])
+            found.append(cls(name, scores["kl"], delta_GR, nll_mean, *about))
         return found
 
     def values(self, estimator: str) -> Sequence[torch.Tensor]:

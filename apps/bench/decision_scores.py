@@ -6,7 +6,8 @@ Usage: python -m apps.bench.decision_scores --model models/smollm2_135m --data r
 Rollouts (as `apps.bench.rollouts` writes them) are split by prompt: some calibrate, the others are
 the pool that every candidate is scored on, unless the pool has a file of its own. Quantization is
 simulated with the served integers. The file is written after every candidate; a second call scores
-those that are missing.
+those that are missing. docs/results/decision.json rests on four files of rollouts, one after the
+other: --count 80 --max-prompt 224 --max-tokens 48 --seed 0, 1, 2 and 3.
 """
 
 from __future__ import annotations
@@ -143,7 +144,15 @@ class Pool:
         evaluator.damage = candidate.damage
         scores = evaluator.scores(recipe.layers, recipe.ranges)
         self.scored[name] = {"kl": scores.kl_GR, "logprobs": scores.logprobs_GR}
-        shared = {"reference": scores.reference_GR, "groups": [r.group for r in self.rollouts]}
+        shared = {
+            "reference": scores.reference_GR,
+            "groups": [r.group for r in self.rollouts],
+            "settings": {
+                "model": Path(self.options.model).name,
+                "data": self.options.data.name,
+                "calibrate": self.options.calibrate,
+            },
+        }
         torch.save({"candidates": self.scored, **shared}, self.options.out)
         return scores
 
