@@ -43,7 +43,7 @@ class Verdict:
     kl: float | None = None
     """Mean KL(reference || candidate), nats per token."""
     ci: tuple[float, float] | None = None
-    """95 % interval of perplexity_rise, clustered by rollout."""
+    """Interval of perplexity_rise that the guard decided by, clustered by prompt."""
     worst_sequence_rise: float | None = None
     token_kl: float | None = None
     """99th percentile of the tokens' KL, nats."""
