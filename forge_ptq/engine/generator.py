@@ -180,6 +180,8 @@ class QuantizedGenerator(EngineCalls, ForgeActor):
             record_metric("generator/generate/count_sequences_completed", 1, Reduce.SUM)
             record_metric("generator/generate/sum_tokens_generated", tokens, Reduce.SUM)
             record_metric("generator/generate/avg_tokens_generated", tokens, Reduce.MEAN)
+            full = float(sample.arm == "companion")
+            record_metric("generator/generate/companion_share", full, Reduce.MEAN)
         return [completion(prompt, sample) for sample in samples]
 
     def _params(self, overrides: Mapping[str, Any] | None) -> list[Any]:

@@ -163,6 +163,7 @@ METRICS: tuple[MetricName, ...] = (
         ("generate/count_sequences_completed", "sum", "responses"),
         ("generate/sum_tokens_generated", "sum", "response tokens"),
         ("generate/avg_tokens_generated", "mean", "response tokens per prompt"),
+        ("generate/companion_share", "mean", "share of sequences that the bf16 arm answered"),
     ),
     *_metrics(
         "generator_perf",
