@@ -9,11 +9,12 @@ import torch
 
 from forge_ptq import runtime, store
 from forge_ptq.config import LossConfig
-from forge_ptq.loss import GRPOLoss
+from forge_ptq.loss import GRPOLoss, token_logprobs
+from forge_ptq.training.backward import response_logits
 from forge_ptq.training.engine import TrainEngine
 from forge_ptq.training.reference_model import ReferenceModel
 from forge_ptq.training.trainer import TitanTrainer
-from tests.integration.trainer_support import REQUEST, batch, config, save_policy
+from tests.integration.trainer_support import REQUEST, RESPONSE, batch, config, save_policy
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 ENV = {"OMP_NUM_THREADS": "1"}
@@ -102,13 +103,21 @@ async def test_two_ranks_train_as_one(policies, kind):
     trainer_config = config(policies[kind], local_batch_size=2)
     inputs, targets = batch(size=7)
     inputs |= {"schemes": [*["bf16", "int8_static"] * 3, "bf16"], "policy_versions": [0] * 6 + [-1]}
+    loss = GRPOLoss(
+        aggregation="token_mean", rollout_correction="icepop", icepop_low=0.6, icepop_high=1.8
+    )
+    twin = TrainEngine(config(policies[kind]), loss)
+    with torch.no_grad():
+        own = token_logprobs(
+            response_logits(twin.built, inputs["tokens"], inputs["prompt_lens"], RESPONSE),
+            targets["response"],
+        )
+    noise = torch.randn(own.shape, generator=torch.Generator().manual_seed(3))
+    targets["generator_logprobs"] = own + 0.5 * noise
     halves = [
         [{k: v[rows] for k, v in part.items()} for rows in (slice(0, 4), slice(4, 7))]
         for part in (inputs, targets)
     ]
-    loss = GRPOLoss(
-        aggregation="token_mean", rollout_correction="icepop", icepop_low=0.6, icepop_high=1.8
-    )
     trainer = await deadline(
         TitanTrainer.options(procs=2, mesh_name=f"trainer2_{kind}", env=ENV).as_actor(
             **trainer_config.to_dict(), loss=loss
@@ -125,7 +134,6 @@ async def test_two_ranks_train_as_one(policies, kind):
         await deadline(trainer.cleanup.call())
     finally:
         await deadline(TitanTrainer.shutdown(trainer))
-    twin = TrainEngine(config(policies[kind]), loss)
     alone = twin.step([inputs], [targets])
     assert 0.1 < alone["masked_fraction"] < 0.9
     assert "ess/int8_static" in alone
