@@ -10,8 +10,8 @@ from typing import Any
 SMOOTH = 5
 """Steps in the running mean of the reward."""
 COLORS = ("#1f2933", "#c2321f", "#2563a8", "#1a7f4b", "#b7791f", "#6b4f9e", "#0e7490", "#9d174d")
-FLOOR = 1e-7
-"""Where mismatches of next to nothing are drawn on the logarithmic axis."""
+FLOOR = 1e-5
+"""Where next to nothing is drawn on the logarithmic axes, nats or percent."""
 
 
 def draw(result: Mapping[str, Any], groups: Mapping[str, str], path: Path) -> Path:
@@ -41,8 +41,9 @@ def draw(result: Mapping[str, Any], groups: Mapping[str, str], path: Path) -> Pa
                 label = f"{arm['label']} ({arm['completed']})"
                 _band(above, arm["curves"]["reward"], colors[name], label, smooth=SMOOTH)
                 _band(mismatch, arm["curves"]["mismatch_k3"], colors[name], floor=FLOOR)
-                _band(rise, arm["rises"], colors[name], times=100)
+                _band(rise, arm["rises"], colors[name], times=100, floor=FLOOR)
             mismatch.set_yscale("log")
+            rise.set_yscale("log")
             above.legend(frameon=False, fontsize=8, loc="lower right", title="arm (seeds)")
             _bars(speed, arms, colors)
         texts = ("mean reward", "mismatch k3, nats", "perplexity rise, %", "tokens/s")
