@@ -276,6 +276,9 @@ class Climb:
         self.served = True
         if served.quantized:
             self._to(State.PROBATION, "live traffic judges it", {}, candidate)
+            if reason := self._guilty(candidate):  # found in the moment of the flip
+                self._to(State.CONDEMNED, reason, {}, candidate)
+                ladder.ban({ref.artifact_id: ref.policy_version})
         else:
             self._to(State.CONFIRMED, "full precision needs no probation", {}, candidate)
         as_meant = candidate.scheme is None or ladder.whole

@@ -24,7 +24,7 @@ class Faults:
         for inject in self.inject:
             if inject.step != version or inject.fault != "corrupt_scales":
                 continue
-            if self._hit[version] < inject.attempts:
+            if self._hit[version] < getattr(inject, "attempts", 1):
                 self._hit[version] += 1
                 log.warning("injecting %s into a candidate of version %d", inject.fault, version)
                 return str(inject.fault)

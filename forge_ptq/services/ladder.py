@@ -172,12 +172,16 @@ class Ladder:
 
     def condemn(self, plan: str, artifacts: Mapping[str, int]) -> None:
         """A probation failed: {artifact id: version} are never served again, one step is owed."""
-        self.banned |= artifacts
-        for old in list(self.banned)[: max(0, len(self.banned) - BANNED_KEPT)]:
-            del self.banned[old]
+        self.ban(artifacts)
         self.condemned.append(plan)
         self.streak = 0
         self.owed += 1
+
+    def ban(self, artifacts: Mapping[str, int]) -> None:
+        """{artifact id: version} that are never to serve again."""
+        self.banned |= artifacts
+        for old in list(self.banned)[: max(0, len(self.banned) - BANNED_KEPT)]:
+            del self.banned[old]
 
     def guilty_since(self, mark: int, plan: str) -> bool:
         """Whether the plan was condemned after ``len(condemned)`` was mark."""

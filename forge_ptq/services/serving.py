@@ -119,7 +119,9 @@ class Serving:
     def kept(self) -> set[str]:
         """Artifacts that must stay in the store: what serves, what served before it, its companion,
         what would be gone back to, and what may yet be confirmed for that."""
-        served = [*self.history[-2:], *list(self.targets())[:1]]
+        gone = (State.CONDEMNED, State.ROLLED_BACK)
+        served = [s for s in self.history[-2:-1] if s.passage.state not in gone]
+        served += [*self.history[-1:], *list(self.targets())[:1]]
         if self.oldest_usable is not None:
             usable = [s for s in self.history if s.ref.policy_version >= self.oldest_usable]
             served += [s for s in usable if s.passage.state is State.PROBATION][-RETAINED:]

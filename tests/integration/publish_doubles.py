@@ -116,6 +116,65 @@ class Replica:
         self.damaged.append(self.live)
 
 
+class MemoryStore:
+    """The store's calls over dictionaries, for interleavings that need no processes."""
+
+    def __init__(self) -> None:
+        self.artifacts: dict[str, QuantizedArtifact] = {}
+        self.weights: dict[int, Any] = {}
+        self.committed: ArtifactRef | None = None
+        self.failing: set[str] = set()
+
+    def install(self, patch: Any) -> None:
+        """Put in place of forge_ptq.store's functions."""
+        for name in dir(self):
+            if hasattr(store, name) and not name.startswith("_"):
+                patch.setattr(store, name, self._call(name))
+
+    def _call(self, name: str) -> Any:
+        async def call(*args: Any) -> Any:
+            await asyncio.sleep(0)
+            if name in self.failing:
+                raise store.StoreError(f"{name}: no answer from the store")
+            return getattr(self, name)(*args)
+
+        return call
+
+    def put_artifact(self, artifact: QuantizedArtifact) -> ArtifactRef:
+        self.artifacts[artifact.manifest.artifact_id] = artifact
+        return artifact.manifest.ref
+
+    def get_artifact(self, ref: ArtifactRef) -> QuantizedArtifact:
+        if ref.artifact_id not in self.artifacts:
+            raise store.StoreError(f"get {ref.artifact_id}: no such artifact")
+        return self.artifacts[ref.artifact_id]
+
+    def get_manifest(self, ref: ArtifactRef) -> Any:
+        return self.get_artifact(ref).manifest
+
+    def artifact_ids(self) -> list[str]:
+        return sorted(self.artifacts)
+
+    def drop_artifact(self, artifact: ArtifactRef | str) -> int:
+        key = artifact if isinstance(artifact, str) else artifact.artifact_id
+        return int(self.artifacts.pop(key, None) is not None)
+
+    def get_committed(self) -> ArtifactRef | None:
+        return self.committed
+
+    def set_committed(self, ref: ArtifactRef | None) -> None:
+        self.committed = ref
+
+    def put_weights(self, version: int, state: Any) -> None:
+        self.weights[version] = state
+
+    def weight_versions(self) -> list[int]:
+        return sorted(self.weights)
+
+    def drop_weights(self, version: int) -> int:
+        return int(self.weights.pop(version, None) is not None)
+
+
 class Generators:
     """The service double: route to the first replica, fan out to all."""
 
@@ -145,8 +204,8 @@ class Generators:
 
 
 class FakeFleet:
-    """The fleet's double: small artifacts of whatever schemes are asked for. The ranking moves one
-    layer after the other, in order, one scheme at a time."""
+    """The fleet's double: small artifacts of whatever schemes are asked for. The ranking moves the
+    layers in order, all static ones before the dynamic ones."""
 
     def __init__(self, scheme: str = "int8_dynamic", layers: Sequence[str] = ("a",)) -> None:
         self.scheme = scheme
@@ -209,7 +268,7 @@ class FakeFleet:
         order = list(BETTER)
         return tuple(
             Move((name,), now[name], order[BETTER[now[name]] + 1], 1 / len(self.layers))
-            for name in self.layers
+            for name in sorted(self.layers, key=lambda name: BETTER[now[name]])
             if now[name] != "bf16"
         )
 
