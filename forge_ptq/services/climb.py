@@ -12,36 +12,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
 from forge_ptq.services import guard
-from forge_ptq.services.candidate import Candidate, Publisher
-from forge_ptq.services.crew import GRACE_S, FleetError
-from forge_ptq.services.injection import Faults
-from forge_ptq.services.ladder import Ladder, Step, next_rung, pick
+from forge_ptq.services.candidate import Candidate
+from forge_ptq.services.crew import GRACE_S
+from forge_ptq.services.ladder import Step, next_rung, pick
+from forge_ptq.services.parts import Parts
 from forge_ptq.services.passage import Passage, State
-from forge_ptq.services.replicas import PublishError, within
-from forge_ptq.services.sampler import Rollout, RolloutSampler
-from forge_ptq.services.schedule import Due, NotYetError, Schedule
-from forge_ptq.services.serving import FULL_PRECISION, Served, Serving
+from forge_ptq.services.replicas import PublishError, first_line, within
+from forge_ptq.services.sampler import Rollout
+from forge_ptq.services.schedule import Due, NotYetError
+from forge_ptq.services.serving import FULL_PRECISION, Served
 from forge_ptq.services.verdict import Outcome, Verdict
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What a publish works with. cfg: config.PTQConfig."""
-
-    cfg: Any
-    fleet: Any
-    sampler: RolloutSampler
-    schedule: Schedule
-    publisher: Publisher
-    serving: Serving
-    ladder: Ladder
-    faults: Faults
 
 
 class Climb:
@@ -305,11 +289,3 @@ class Climb:
     def _keep(self, reason: str) -> None:
         self.verdict.reason = reason
         self._to(State.KEEP, reason, {})
-
-
-def first_line(error: BaseException) -> str:
-    """What went wrong, short enough for a reason; the log has the traceback."""
-    if isinstance(error, PublishError | FleetError):
-        return str(error)
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -38,12 +38,13 @@ from typing import TYPE_CHECKING, Any
 from forge_ptq import store
 from forge_ptq.services import publish_metrics
 from forge_ptq.services.candidate import Publisher
-from forge_ptq.services.climb import Climb, Parts
+from forge_ptq.services.climb import Climb
 from forge_ptq.services.coordinator import Coordinator
 from forge_ptq.services.fleet import QuantizerFleet
 from forge_ptq.services.injection import Faults
 from forge_ptq.services.ladder import Ladder
 from forge_ptq.services.merger import StatsMerger
+from forge_ptq.services.parts import Parts
 from forge_ptq.services.passage import Passage, State, Transition
 from forge_ptq.services.sampler import RolloutSampler
 from forge_ptq.services.schedule import Schedule

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
+from forge_ptq.services.crew import FleetError
 from forge_ptq.services.guard import StagedSlot
 
 
@@ -61,3 +62,11 @@ def staged_slot(description: Mapping[str, Any]) -> StagedSlot:
         complete=idle["state"] == "ready" and not description["staging"],
         layers=dict(idle["layers"]),
     )
+
+
+def first_line(error: BaseException) -> str:
+    """What went wrong, short enough for a reason; the log has the traceback."""
+    if isinstance(error, PublishError | FleetError):
+        return str(error)
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

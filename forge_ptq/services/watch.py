@@ -25,7 +25,7 @@ from forge_ptq import store
 from forge_ptq.services import guard, publish_metrics
 from forge_ptq.services.ab import ABTest
 from forge_ptq.services.candidate import Candidate
-from forge_ptq.services.climb import Parts
+from forge_ptq.services.parts import Parts
 from forge_ptq.services.passage import Passage, State, finite
 from forge_ptq.services.probation import Judgement, Probation
 from forge_ptq.services.replicas import PublishError
