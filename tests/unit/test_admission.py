@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from forge_ptq.config import PTQConfig
+from forge_ptq.config.guard import ABConfig, PrecisionByLoadConfig
 from forge_ptq.engine.admission import Admission
 
 
@@ -84,3 +88,26 @@ def test_load_is_watched_while_there_is_no_companion() -> None:
 def test_wrong_configurations_name_the_key(config: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         Admission.from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("block", "enabled", "expected"),
+    [
+        ({}, True, ("off", 0.5, 4, 16)),
+        ({"ab": ABConfig(enabled=True, fraction=0.25)}, True, ("ab", 0.25, 4, 16)),
+        ({"ab": ABConfig(enabled=True)}, False, ("off", 0.5, 4, 16)),
+        (
+            {"precision_by_load": PrecisionByLoadConfig(enabled=True, bf16_below=2, int8_above=9)},
+            True,
+            ("load", 0.5, 2, 9),
+        ),
+    ],
+)
+def test_the_loop_hands_on_what_is_configured(
+    block: dict[str, Any], enabled: bool, expected: tuple[Any, ...]
+) -> None:
+    from apps.grpo_ptq.components import admission
+
+    cfg: Any = SimpleNamespace(ptq=PTQConfig(enabled=enabled, **block))
+    got = Admission.from_config(admission(cfg))
+    assert (got.mode, got.fraction, got.bf16_below, got.int8_above) == expected
