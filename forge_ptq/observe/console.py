@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from .summary import is_number, mean
+from .summary import SWAPPED, is_number, mean
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -40,7 +40,7 @@ def publish_line(record: Mapping[str, Any]) -> str:
     """One publish in one line."""
     verdict, rise = record["verdict"], record.get("perplexity_rise")
     text = f"version {record['version']}: {verdict}"
-    if is_number(rise) and verdict == "accepted":
+    if is_number(rise) and verdict in SWAPPED:
         text += f", perplexity rise {percent(rise)}, KL {number(record.get('kl'), '.2g')}"
     timings = [
         f"{name} {number(record[key], '.2f')} s"
@@ -49,7 +49,7 @@ def publish_line(record: Mapping[str, Any]) -> str:
     ]
     if is_number(record.get("pause_s")):
         timings.append(f"longest gap {1000 * record['pause_s']:.0f} ms")
-    if timings and verdict == "accepted":
+    if timings and verdict in SWAPPED:
         text += " (" + ", ".join(timings) + ")"
     if verdict != "accepted" and record.get("reason"):
         text += f": {record['reason']}"
@@ -198,7 +198,7 @@ class ConsoleView:
     def _swaps(snap: Mapping[str, Any], publishes: list[Mapping[str, Any]]) -> Any:
         from rich.text import Text
 
-        served = [p["version"] for p in publishes if p["verdict"] == "accepted"]
+        served = [p["version"] for p in publishes if p["verdict"] in SWAPPED]
         refused, failed = snap.get("refused", 0), snap.get("failed", 0)
         return Text.assemble(
             (f"{snap.get('accepted', 0)} accepted", "green"),
@@ -236,7 +236,7 @@ def print_summary(summary: Mapping[str, Any], folder: str, console: Console | No
     table.add_row(
         "INT8 swaps", swaps + (f", {summary['failed']} failed" if summary["failed"] else "")
     )
-    rises = [p.get("perplexity_rise") for p in summary["publishes"] if p["verdict"] == "accepted"]
+    rises = [p.get("perplexity_rise") for p in summary["publishes"] if p["verdict"] in SWAPPED]
     served = [r for r in rises if is_number(r)]
     if served:
         table.add_row(
@@ -249,7 +249,7 @@ def print_summary(summary: Mapping[str, Any], folder: str, console: Console | No
         text = f"{count} in {seconds} s; the last: {shares(calibrated[-1])}"
         table.add_row("calibrations", text)
     for record in summary["publishes"]:
-        if record["verdict"] != "accepted":
+        if record["verdict"] not in SWAPPED:
             table.add_row("not served", publish_line(record))
     table.add_row("generation", f"{number(summary['tokens_per_s'], ',.0f')} tokens/s")
     table.add_row("results", folder)

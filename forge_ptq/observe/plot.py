@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .summary import is_number, mean, was_refused
+from .summary import SWAPPED, is_number, mean, was_refused
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -164,6 +164,6 @@ def _steps_axis(axes: Axes, steps: list[Any], publishes: list[Any]) -> None:
 
 def _kind(publish: Mapping[str, Any]) -> str:
     """accepted, refused (judged and turned down) or failed (never judged)."""
-    if publish["verdict"] == "accepted":
+    if publish["verdict"] in SWAPPED:
         return "accepted"
     return "refused" if was_refused(publish) else "failed"

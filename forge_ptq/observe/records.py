@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from .summary import is_number, was_refused
+from .summary import SWAPPED, is_number, was_refused
 
 Record = dict[str, Any]
 
@@ -96,8 +96,8 @@ def _number(summary: Mapping[str, Any], key: str) -> float:
 
 
 def outcome(publish: Mapping[str, Any]) -> str:
-    """accepted; refused by the gate; failed on the way there; or unjudged: served in bf16."""
-    if publish["verdict"] == "accepted":
+    """accepted, demoted or not; refused by the gate; failed on the way there; or unjudged: in bf16."""
+    if publish["verdict"] in SWAPPED:
         return "accepted"
     if was_refused(publish):
         return "refused"

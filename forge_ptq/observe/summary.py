@@ -34,6 +34,10 @@ def mean(values: Iterable[Any]) -> float | None:
     return sum(numbers) / len(numbers) if numbers else None
 
 
+SWAPPED = ("accepted", "demoted")
+"""Verdicts after which a quantized candidate of the version serves."""
+
+
 def was_refused(publish: Mapping[str, Any]) -> bool:
     """Whether a candidate reached the gate and was turned down.
 

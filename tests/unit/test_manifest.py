@@ -56,6 +56,7 @@ def manifest(**changes: Any) -> Manifest:
         "specs": specs(),
         "notes": {"b.down_proj": "it is hard"},
         "calibration": RECORD,
+        "weight_error": {"a.o_proj": 0.004, "a.down_proj": 0.0},
     }
     return assemble_manifest(**{**given, **changes})
 
@@ -64,6 +65,12 @@ def manifest(**changes: Any) -> Manifest:
 def test_round_trip_is_exact(calibration: CalibrationRecord | None) -> None:
     made = manifest(calibration=calibration)
     assert Manifest.from_json(made.to_json()) == made
+
+
+def test_without_weight_errors_it_is_read_all_the_same() -> None:
+    data = json.loads(manifest().to_json())
+    del data["weight_error"]
+    assert Manifest.from_json(json.dumps(data)).weight_error == {}
 
 
 def test_a_rise_that_is_not_finite_is_unknown() -> None:
@@ -84,7 +91,7 @@ def test_parts_described_apart_give_the_manifest_of_the_whole() -> None:
         calibration=RECORD,
     )
     whole.verify()
-    assert manifest(artifact_id="x", asked=None, notes=None) == whole.manifest
+    assert manifest(artifact_id="x", asked=None, notes=None, weight_error=None) == whole.manifest
     assert manifest().artifact_id != manifest().artifact_id
 
 
@@ -114,6 +121,8 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"tensors": {"a": {"shape": [1], "dtype": "evil", "sha256": ""}}}, "'evil' is not a tensor"),
     ({"calibration": {"round": 1, "tokens": 5}}, "calibration: missing fields policy_version"),
     ({"calibration": 5}, "calibration: expected an object"),
+    ({"weight_error": [1]}, "weight_error must map names to numbers"),
+    ({"weight_error": {"a": "0.1"}}, "manifest: a is '0.1', expected int or float"),
     (
         {"calibration": {"round": 1, "policy_version": 1, "tokens": 5, "mood": 1}},
         "calibration: unknown fields mood",

@@ -15,7 +15,7 @@ from forge_ptq.numerics.stats import measure
 from forge_ptq.services.candidate import flop_share
 from forge_ptq.services.replicas import PublishError
 from forge_ptq.services.sampler import RolloutSampler
-from forge_ptq.services.schedule import Due, Schedule
+from forge_ptq.services.schedule import Due, NotYetError, Schedule
 
 LAYERS = {
     "l.q_proj": "int8_static", "l.k_proj": "int8_static", "l.v_proj": "int8_static",
@@ -220,3 +220,31 @@ def test_flop_share_goes_by_elements_of_the_weights() -> None:
         },
     )  # fmt: skip
     assert flop_share(manifest) == {"bf16": 0.5, "int8_static": 0.5}
+
+
+def test_a_calibration_that_fails_waits_twice_as_long_each_time_and_not_for_ever():
+    plan = schedule()
+    tried = []
+    for publish in range(1, 130):
+        try:
+            if plan.due(publish, None) is not None:
+                tried.append(publish)
+                plan.failed()
+        except NotYetError as error:
+            assert f"failed {len(tried)} times" in str(error)  # noqa: PT017
+    assert tried == [1, 2, 4, 8, 16, 32, 64, 96, 128]
+    due = None
+    while due is None:  # the wait that was left
+        due = plan.due(200, live())
+    plan.calibrated(live(1, 200), due)
+    assert reason(plan, 210, live(1, 200)) == "period", "a success forgets the failures"
+    plan.failed()
+    assert reason(plan, 211, live(1, 200)) == "period"
+
+
+def test_while_it_waits_the_scales_at_hand_go_on():
+    plan = schedule()
+    for _ in range(2):
+        assert reason(plan, 20, live(1, 1)) == "period"
+        plan.failed()
+    assert [reason(plan, 21 + i, live(1, 1)) for i in range(3)] == [None, "period", "period"]
