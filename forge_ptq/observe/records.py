@@ -96,7 +96,7 @@ def _number(summary: Mapping[str, Any], key: str) -> float:
 
 
 def outcome(publish: Mapping[str, Any]) -> str:
-    """accepted, demoted or not; refused by the gate; failed on the way there; or unjudged: in bf16."""
+    """accepted (or demoted), refused by the gate, failed on the way there, or unjudged: in bf16."""
     if publish["verdict"] in SWAPPED:
         return "accepted"
     if was_refused(publish):

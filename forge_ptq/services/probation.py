@@ -26,7 +26,7 @@ age without ``CONTROL_EPISODES`` sequences of control counts as if full precisio
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -144,9 +144,12 @@ class Probation:
         due = [p for p, w in self._windows.items() if w.episodes >= self.cfg.episodes]
         return [self._judge(plan) for plan in due]
 
-    def forget(self, plan: str) -> None:
-        """Start a plan's window and its strikes anew."""
+    def forget(self, plan: str, artifacts: Iterable[str] = ()) -> None:
+        """Start a plan's window and its strikes anew. What these artifacts sampled does not count
+        any more: it is trained on for a while after they were taken back."""
         self._windows.pop(plan, None)
+        for artifact_id in artifacts:
+            self.plans.pop(artifact_id, None)
 
     def _judge(self, plan: str) -> Judgement:
         window = self._windows[plan]

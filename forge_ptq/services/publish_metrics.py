@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from forge_ptq.runtime import Reduce, record_metric
@@ -104,5 +105,5 @@ def record_ab(report: Any) -> None:
 
 def _record(values: Values) -> None:
     for name, value, reduction in values:
-        if value is not None and value == value:
+        if value is not None and math.isfinite(value):
             record_metric(f"ptq/{name}", value, reduction)

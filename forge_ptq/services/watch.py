@@ -106,7 +106,9 @@ class Watch:
                 f"reward agreement {report.agreement:.1%} with full precision, limit "
                 f"{self.parts.cfg.ab.min_agreement:.1%}, p = {report.p_value:.3g}"
             )
-            self._condemn(self._ab_plan, (), reason, numbers)
+            current = self.parts.serving.current
+            assert current is not None
+            self._condemn(self._ab_plan, (current.ref.artifact_id,), reason, numbers)
 
     def _act(self, judgement: Judgement) -> None:
         serving = self.parts.serving
@@ -133,14 +135,15 @@ class Watch:
         guilty = {}
         for served in serving.history:
             artifact_id = served.ref.artifact_id
-            serves = served is serving.current and served.plan == plan
+            # What its own traffic has confirmed is not guilty of what others of its plan did.
+            serves = served is serving.current and served.plan == plan and not served.confirmed
             if not serves and artifact_id not in bad:
                 continue
             guilty[artifact_id] = served.ref.policy_version
             if served.passage.state in (State.PROBATION, State.CONFIRMED):
                 serving.note(served.passage.to(State.CONDEMNED, reason, numbers, artifact_id))
         self.parts.ladder.condemn(plan, guilty)
-        self.probation.forget(plan)
+        self.probation.forget(plan, guilty)
         self._ab = None
 
     # ---- taking back
@@ -174,7 +177,7 @@ class Watch:
         numbers = {"to_version": new.policy_version, "exact": exact, "behind": behind}
         serving.note(guilty.passage.to(State.ROLLED_BACK, reason, numbers, old.artifact_id))
         serving.enter(served)
-        self.probation.forget(served.plan)
+        self.probation.forget(served.plan, [old.artifact_id])
         rollback = Rollback(
             version_from=old.policy_version,
             version_to=new.policy_version,

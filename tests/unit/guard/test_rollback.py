@@ -98,6 +98,32 @@ async def test_episodes_of_the_version_before_condemn_the_plan_they_share():
     await agree(generators, ptq)
 
 
+async def test_what_the_guilty_one_sampled_does_not_count_after_it_was_taken_back():
+    generators = Generators()
+    ptq = await launch(generators, FakeFleet("int8_static", LAYERS))
+    good = await ptq.publish(1)
+    await ptq.watch(2, records(good), oldest_usable=0)
+    bad = await ptq.publish(2)
+    assert await ptq.watch(3, records(bad, k3=0.5), oldest_usable=1) is not None
+    for step in range(4, 8):  # the buffer still holds its episodes
+        assert await ptq.watch(step, records(bad, k3=0.5), oldest_usable=1) is None
+    assert ptq.ladder.owed == 1
+    assert ptq.served_version == 1
+
+
+async def test_what_its_own_traffic_confirmed_stays_when_others_of_its_plan_fail():
+    generators = Generators()
+    ptq = await launch(generators, FakeFleet("int8_static", LAYERS))
+    damaged, good = await ptq.publish(1), await ptq.publish(2)
+    await ptq.watch(3, records(good), oldest_usable=1)
+    assert await ptq.watch(3, records(damaged, k3=0.5), oldest_usable=1) is None
+    assert set(ptq.ladder.banned) == {damaged.artifact_id}
+    assert (ptq.served_version, ptq.ladder.owed) == (2, 1)
+    rollback = await ptq.watch(4, records(good, k3=0.5), oldest_usable=1)
+    assert rollback is not None, "but not of what it does itself"
+    assert rollback.artifact_from == good.artifact_id
+
+
 async def test_a_plan_that_does_not_serve_any_more_is_demoted_next_time_and_nothing_moves():
     generators, fleet = Generators(), FakeFleet("int8_static", LAYERS)
     ptq = await launch(
