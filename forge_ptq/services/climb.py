@@ -37,6 +37,8 @@ class Climb:
         self.passage = Passage(verdict.version)
         self.served = False
         self._to_bf16 = False
+        self._retries = 0
+        """Demotions that refusals have caused."""
 
     async def run(self, must_serve: bool) -> None:
         """must_serve: in bf16 rather than not at all."""
@@ -70,7 +72,7 @@ class Climb:
             self._to(State.PROMOTE, "enough good publishes: a demotion is taken back", numbers)
             self._to(State.PREPARE, "as planned but for the demotions left", {})
         while ladder.owed:
-            if not await self._demote("what served failed its probation"):
+            if not await self._pay():
                 self._to_bf16 = True
                 return
         due = None
@@ -88,12 +90,8 @@ class Climb:
                     self._to_bf16 = isinstance(error, NotYetError)
                     return
             fault = self.parts.faults.candidate(verdict.version)
-            candidate = Candidate(
-                verdict.version,
-                fault=fault,
-                overlay=ladder.overlay,
-                mark=len(ladder.condemned),
-            )
+            overlay, mark = ladder.overlay, len(ladder.condemned)
+            candidate = Candidate(verdict.version, None, fault, overlay, mark)
             await self._try(candidate, rollouts, due)
             due = None
             if self.passage.state is State.REFUSED:
@@ -101,49 +99,61 @@ class Climb:
 
     async def _refused(self, candidate: Candidate) -> None:
         """Take the next rung."""
-        guard_cfg, ladder = self.parts.cfg.guard, self.parts.ladder
-        reason = self.verdict.reason
+        cfg, ladder = self.parts.cfg.guard, self.parts.ladder
+        assert candidate.manifest is not None
         ladder.failed()
         if candidate.fault is None:
             self.parts.schedule.refused()
-        made = self.verdict.demotions
-        rung = next_rung(guard_cfg.on_reject, made, guard_cfg.demote_attempts)
-        if rung is State.DEMOTE or ladder.trial is not None:
-            assert candidate.manifest is not None
-            if await self._demote("the candidate was refused", candidate.manifest.layers):
-                return
-            rung = next_rung(guard_cfg.on_reject, made, 0)
-            self.verdict.reason = reason
-        self._to_bf16 = rung is State.BF16
+        rung = next_rung(cfg.on_reject, self._retries, cfg.demote_attempts)
+        step = ladder.again(candidate.manifest.layers)
+        if step is None and rung is State.DEMOTE:
+            step = await self._ranked()
+        if step is not None and (step.layers or step.whole):
+            self._retries += 1
+            self._demote(step, "the candidate was refused")
+        else:
+            self._to_bf16 = "bf16" in cfg.on_reject
 
-    async def _demote(self, why: str, schemes: Mapping[str, str] | None = None) -> bool:
-        """One step down; False if there is none. schemes: of the candidate that was refused.
+    async def _pay(self) -> bool:
+        """The step that is owed; False if no layers can be ranked now.
 
-        What is owed is paid by the whole model in bf16 where guard.on_reject has no demote, and
-        where nothing is left to demote.
+        It is the whole model in bf16 where guard.on_reject has no demote, and where nothing is left
+        to demote.
         """
-        ladder, cfg, verdict = self.parts.ladder, self.parts.cfg, self.verdict
-        step = ladder.again(schemes)
-        if step is None and "demote" in cfg.guard.on_reject:
-            try:
-                work = self.parts.fleet.rank(verdict.version, ladder.overlay)
-                moves = await within(work, "rank", cfg.deadlines.quantize_s + 2 * GRACE_S)
-            except Exception as error:
-                log.debug("ranking layers of version %d", verdict.version, exc_info=True)
-                self._fail(f"demote failed: {first_line(error)}")
+        step = self.parts.ladder.again()
+        if step is None and "demote" in self.parts.cfg.guard.on_reject:
+            step = await self._ranked()
+            if step is None:
                 return False
-            step = Step(pick(moves, cfg.guard.demote_share))
         if step is None or not (step.layers or step.whole):
-            if not ladder.owed:
-                return False
             step = Step(whole=True)
+        self._demote(step, "what served failed its probation")
+        return True
+
+    async def _ranked(self) -> Step | None:
+        """The most sensitive layers one scheme up; without layers if there is none left, None if
+        they cannot be ranked."""
+        ladder, cfg, verdict = self.parts.ladder, self.parts.cfg, self.verdict
+        try:
+            work = self.parts.fleet.rank(verdict.version, ladder.overlay)
+            moves = await within(work, "rank", cfg.deadlines.quantize_s + 2 * GRACE_S)
+        except Exception as error:
+            log.debug("ranking layers of version %d", verdict.version, exc_info=True)
+            why = f"demote failed: {first_line(error)}"
+            self._to(State.FAILED, why, {})
+            verdict.reason = verdict.reason or why
+            return None
+        return Step(pick(moves, cfg.guard.demote_share))
+
+    def _demote(self, step: Step, why: str) -> None:
+        """Take a step down."""
+        ladder, verdict = self.parts.ladder, self.verdict
         ladder.push(step)
         verdict.demotions += 1
         numbers = {"level": ladder.level, "layers": len(step.layers), "failures": step.failures}
         changed = ", ".join(f"{name} to {scheme}" for name, scheme in sorted(step.layers.items()))
         self._to(State.DEMOTE, f"{why}: {changed or 'the whole model to bf16'}", numbers)
         self._to(State.PREPARE, f"attempt {verdict.demotions} of demotion", {})
-        return True
 
     async def _full_precision(self, rollouts: list[Rollout], outcome: Outcome) -> None:
         """This version as it was pushed."""
