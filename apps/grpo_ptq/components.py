@@ -6,11 +6,13 @@ import asyncio
 import logging
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from forge_ptq import runtime, store
 from forge_ptq.config import RunConfig, to_plain
 from forge_ptq.engine.generator import QuantizedGenerator
+from forge_ptq.guard_state import GuardState
 from forge_ptq.loss import GRPOLoss
 from forge_ptq.observe.report import RunReport
 from forge_ptq.observe.summary import write_json
@@ -55,6 +57,10 @@ class Components:
         made after it remembers the dataset's position and the batch's mean reward."""
         extra = {"position": await self.dataset.position.call_one(), "reward": reward}
         return _first(await self.trainer.train_step.call(inputs, targets, extra))
+
+    async def sequence_mismatch(self) -> list[dict[str, float]]:
+        """Of each sequence of the last step, in the order of the inputs (mismatch.COLUMNS)."""
+        return _first(await self.trainer.sequence_mismatch.call())
 
     async def resume_step(self) -> int:
         """Steps that the trainer's checkpoint holds."""
@@ -186,18 +192,32 @@ async def launch(cfg: RunConfig, report: RunReport) -> Components:
         **{name: task.result() for name, task in tasks.items()}, metric_logger=metric_logger
     )
     if cfg.ptq.enabled:
-        forge.ptq = await PTQ.launch(
-            cfg.ptq,
-            policy=forge.policy,
-            quantizer=forge.quantizer,
-            merger=forge.stats_merger,
-            coordinator=forge.coordinator,
-            inject=cfg.debug.inject,
-            state=restored.publisher if restored else None,
-        )
+        forge.ptq = await publisher(cfg, forge, report, restored)
     await metric_logger.init_backends.call_one(backends(cfg, report))
     await watch(forge, report)
     return forge
+
+
+async def publisher(
+    cfg: RunConfig, forge: Components, report: RunReport, restored: GuardState | None
+) -> PTQ:
+    """PTQ with what an earlier session remembered; without it, and an event, if that is of another
+    version of the code. What was restored into the store counts either way."""
+    launched = partial(
+        PTQ.launch,
+        cfg.ptq,
+        policy=forge.policy,
+        quantizer=forge.quantizer,
+        merger=forge.stats_merger,
+        coordinator=forge.coordinator,
+        inject=cfg.debug.inject,
+    )
+    if restored is not None:
+        try:
+            return await launched(state=restored.publisher)
+        except ValueError as error:
+            report.add_event("checkpoint", f"what the guard remembered is not used: {error}")
+    return await launched()
 
 
 async def watch(forge: Components, report: RunReport) -> None:

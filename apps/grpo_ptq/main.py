@@ -30,7 +30,7 @@ from forge_ptq.runtime import Completion, Reduce, record_metric
 
 from .alarms import sound_alarms
 from .components import Components, launch
-from .episodes import Episode, Group
+from .episodes import Episode, Group, mismatch_records
 from .pacing import RolloutBudget, oldest_usable
 from .saving import Saving
 
@@ -188,6 +188,7 @@ async def continuous_training(
         if publishing:
             with report.phase("train/wait_for_publish"):
                 await publishing
+        await watch(cfg, forge, budget, report, inputs, step)
         await saving.guard(step)
         if step % cfg.ptq.publish_every == 0 or step == cfg.trainer.training.steps:
             with report.phase("train/push_weights"):
@@ -221,6 +222,27 @@ async def publish(
     """Offers `version` to the generator and lets rollouts on."""
     await budget.serves(await serve(cfg, forge, report, version))
     await saving.guard(version)
+
+
+async def watch(
+    cfg: RunConfig,
+    forge: Components,
+    budget: RolloutBudget,
+    report: RunReport,
+    inputs: list[dict[str, Any]],
+    step: int,
+) -> None:
+    """Shows the guard what training step `step` found in its rollouts. It may take back what
+    serves."""
+    if forge.ptq is None:
+        return
+    records = mismatch_records(inputs, await forge.sequence_mismatch(), step - 1)
+    oldest = oldest_usable(step, cfg.trainer.training.steps, cfg.ptq.publish_every, cfg.off_by_n)
+    with report.phase("train/watch"):
+        rollback = await forge.ptq.watch(step, records, oldest)
+    if rollback is not None:
+        report.add_rollback(step, rollback)
+        await budget.serves(forge.ptq.served_version)
 
 
 async def serve(

@@ -31,6 +31,7 @@ class Records:
         before = previous or {}
         self.steps = _records(before, "history", "step")
         self.publishes = _records(before, "publishes", "version")
+        self.rollbacks = _records(before, "rollbacks", "step")
         self.events = _records(before, "events")
         self.served: set[int] = {int(version) for version in before.get("served_versions", [])}
         self.tokens = int(_number(before, "tokens"))
@@ -57,6 +58,7 @@ class Records:
                 self.calibrations -= bool(record.get("calibrated"))
                 self.calibrate_s -= record.get("calibrate_s") or 0.0
         self.publishes = [r for r in self.publishes if r["version"] <= step]
+        self.rollbacks = [r for r in self.rollbacks if r["step"] <= step]
 
     def add_step(self, record: Record) -> None:
         """A training step that ended."""
@@ -72,6 +74,12 @@ class Records:
         self.calibrate_s += record.get("calibrate_s") or 0.0
         self.publishes.append(record)
         thin(self.publishes, "version")
+
+    def add_rollback(self, record: Record) -> None:
+        """A version that served and was taken back."""
+        self.settle(record["step"] - 1)
+        self.rollbacks.append(record)
+        del self.rollbacks[:-LIMIT]
 
     def add_event(self, record: Record) -> None:
         """Something else worth keeping."""

@@ -134,6 +134,14 @@ class RunReport:
             self._view.show(snapshot)
         return record
 
+    def add_rollback(self, step: int, rollback: Any) -> None:
+        """A version that was taken back after training step `step`: a dataclass with a text form,
+        or a mapping."""
+        record = {"step": step, **as_dict(rollback), "at_s": self._elapsed()}
+        with self._lock:
+            self._records.add_rollback(record)
+        self.add_event("rollback", str(rollback))
+
     def add_event(self, kind: str, text: str) -> None:
         """Something worth telling, such as a process that died and came back."""
         with self._lock:
@@ -288,6 +296,7 @@ class RunReport:
             "phases": {name: times.summary() for name, times in sorted(self._phases.items())},
             "publishes": [dict(p) for p in kept.publishes],
             "history": [dict(r) for r in kept.steps],
+            "rollbacks": [dict(r) for r in kept.rollbacks],
             "events": [dict(e) for e in kept.events],
             "machine": {"cpus": os.cpu_count(), "python": platform.python_version()},
             "packages": dict(package_versions()),

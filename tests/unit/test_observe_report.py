@@ -433,3 +433,16 @@ def test_a_real_folder_called_latest_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "latest").mkdir()
     create_run_dir(tmp_path, "a", "x.yaml")
     assert not (tmp_path / "latest").is_symlink()
+
+
+def test_rollbacks_are_kept_and_told(run_dir: RunDir) -> None:
+
+    with RunReport(run_dir, CONFIG) as report:
+        report.end_step(1, 0.5)
+        report.add_rollback(1, {"version_from": 1, "version_to": 0, "reason": "mismatch"})
+    summary = report.summary()
+    assert [(r["step"], r["version_to"]) for r in summary["rollbacks"]] == [(1, 0)]
+    assert summary["events"][-1]["kind"] == "rollback"
+    again = RunReport(run_dir, CONFIG)
+    again.restore(0)
+    assert again.summary()["rollbacks"] == []
