@@ -7,6 +7,7 @@ python -m apps.bench.fault_matrix
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,16 +33,16 @@ def read() -> list[Cell]:
 
 
 def markdown() -> str:
-    """Two tables: faults of a publish by phase, and all the others."""
+    """Two tables: faults that were tried in several phases of a publish, and all the others."""
     cells = read()
-    by_phase = [cell for cell in cells if cell.phase in PHASES]
-    faults = sorted({cell.fault for cell in by_phase})
+    count = Counter(cell.fault for cell in cells if cell.phase in PHASES)
     lines = [f"| | {' | '.join(PHASES)} |", "|---" * (len(PHASES) + 1) + "|"]
-    for fault in faults:
-        found = {cell.phase: cell.outcome for cell in by_phase if cell.fault == fault}
+    for fault in sorted(fault for fault in count if count[fault] > 1):
+        found = {cell.phase: cell.outcome for cell in cells if cell.fault == fault}
         lines.append(f"| {fault} | {' | '.join(found.get(phase, '') for phase in PHASES)} |")
-    lines += ["", "| otherwise | |", "|---|---|"]
-    lines += [f"| {c.fault} | {c.outcome} |" for c in cells if c.phase not in PHASES]
+    lines += ["", "| when | what | then |", "|---|---|---|"]
+    others = (cell for cell in cells if count[cell.fault] <= 1)
+    lines += [f"| {cell.phase} | {cell.fault} | {cell.outcome} |" for cell in others]
     return "\n".join(lines) + "\n"
 
 

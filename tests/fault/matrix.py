@@ -18,35 +18,74 @@ from apps.bench.fault_matrix import FILE, Cell, read
 REPO = Path(__file__).resolve().parents[2]
 
 _LOGIC = "tests/integration/test_publish_logic.py"
-_SCARCE = "tests/integration/test_engine_scarce.py"
+_SLOTS = "tests/integration/test_engine_slots.py"
+_CALIBRATION = "tests/fault/test_calibration_faults.py"
 
-OTHERS = (
-    *(
-        Cell(phase, "fails or hangs", "kept", f"{_LOGIC}::{name}")
-        for phase, name in (
-            ("quantize", "test_any_phase_that_fails_or_hangs_keeps_what_serves"),
-            ("stage", "test_any_phase_that_fails_or_hangs_keeps_what_serves"),
-            ("probe", "test_any_phase_that_fails_or_hangs_keeps_what_serves"),
-        )
-    ),
-    Cell(
-        "calibrate", "fails or hangs", "bf16",
-        f"{_LOGIC}::test_a_calibration_that_misses_its_quorum_is_served_in_bf16",
-    ),
-    Cell(
-        "commit", "fails or hangs", "kept",
-        f"{_LOGIC}::test_no_replica_flips_and_the_pointer_moves_back",
-    ),
-    Cell("any", "two publishes at once", "they take turns", f"{_LOGIC}::test_publishes_take_turns"),
-    Cell(
-        "any", "a version older than what serves", "kept",
-        f"{_LOGIC}::test_older_versions_and_closed_publishers_do_nothing",
-    ),
-    Cell(
-        "calibrate", "quantizer stops or sends NaN", "serves",
-        "tests/fault/test_calibration_faults.py::test_a_replica_that_goes_mad",
-    ),
-)  # fmt: skip
+OTHERS = tuple(
+    Cell(phase, fault, outcome, f"{file}::test_{name}")
+    for phase, fault, outcome, file, name in (
+        (
+            "quantize",
+            "fails or hangs",
+            "kept",
+            _LOGIC,
+            "any_phase_that_fails_or_hangs_keeps_what_serves",
+        ),
+        (
+            "stage",
+            "fails or hangs",
+            "kept",
+            _LOGIC,
+            "any_phase_that_fails_or_hangs_keeps_what_serves",
+        ),
+        (
+            "probe",
+            "fails or hangs",
+            "kept",
+            _LOGIC,
+            "any_phase_that_fails_or_hangs_keeps_what_serves",
+        ),
+        (
+            "calibrate",
+            "fails or hangs",
+            "bf16",
+            _LOGIC,
+            "a_calibration_that_misses_its_quorum_is_served_in_bf16",
+        ),
+        (
+            "commit",
+            "fails or hangs",
+            "kept",
+            _LOGIC,
+            "a_pointer_that_may_have_moved_names_a_stored_artifact",
+        ),
+        ("flip", "fails or hangs", "kept", _LOGIC, "no_replica_flips_and_the_pointer_moves_back"),
+        ("any", "two publishes at once", "they take turns", _LOGIC, "publishes_take_turns"),
+        (
+            "any",
+            "publish of a version older than what serves",
+            "nothing changes",
+            _LOGIC,
+            "older_versions_and_closed_publishers_do_nothing",
+        ),
+        (
+            "calibrate",
+            "quantizer stopped",
+            "serves",
+            _CALIBRATION,
+            "a_replica_that_hangs_is_replaced",
+        ),
+        ("calibrate", "quantizer measures NaN", "serves", _CALIBRATION, "a_replica_that_goes_mad"),
+        ("calibrate", "merger stopped", "bf16", _CALIBRATION, "a_merger_that_hangs_is_replaced"),
+        (
+            "stage",
+            "request without end in the idle slot",
+            "serves",
+            _SLOTS,
+            "draining_sequences_move_to_the_live_slot_past_the_deadline",
+        ),
+    )
+)
 
 
 def record(phase: str, fault: str, outcome: str, file: str) -> None:
