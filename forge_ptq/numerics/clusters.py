@@ -14,7 +14,7 @@ Hall's cubic transformation ("On the removal of skewness by transformation", J. 
 
     bound = m - se * sqrt(C) * 3 / g * (cbrt(1 + g * (x - g / (6 C))) - 1)
 
-which brings it to 4.8 % there, and from 4.3 to 3.1 % at 128. `apps/bench/decision.py` measures both.
+which brings it to 4.8 % there, and to 3.1 instead of 4.3 % at 128 (`apps/bench/decision.py`).
 
 Shape suffixes: G rollouts, C clusters, R scored tokens of one rollout.
 """
