@@ -194,6 +194,7 @@ def main() -> None:
         "outcomes": {key: summary[key] for key in ("accepted", "refused", "failed")},
         "events": len(summary["events"]),
     }
+    del arguments.folder, arguments.at_most_s  # of no meaning elsewhere
     write(arguments, results)
 
 

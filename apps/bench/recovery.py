@@ -24,6 +24,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from forge_ptq.observe.summary import SWAPPED
+
 from .kills import check_run
 from .options import write
 from .session import Session, SessionError
@@ -49,7 +51,7 @@ def until(condition: Callable[[], bool], what: str) -> None:
 def accepted(session: Session) -> int:
     """The newest version that passed the gate."""
     publishes = session.summary().get("publishes", [])
-    return max((p["version"] for p in publishes if p["verdict"] == "accepted"), default=0)
+    return max((p["version"] for p in publishes if p["verdict"] in SWAPPED), default=0)
 
 
 def quiet(session: Session) -> None:
@@ -109,7 +111,7 @@ def fatal(start: Callable[[], Session], component: str) -> Times:
         def serves_newer() -> bool:
             found = written()
             return any(
-                p["version"] > found["resumed_from"] and p["verdict"] == "accepted"
+                p["version"] > found["resumed_from"] and p["verdict"] in SWAPPED
                 for p in found.get("publishes", [])
             )
 
@@ -127,7 +129,7 @@ def normal(summary: dict[str, Any]) -> dict[str, float]:
     """Medians of the undisturbed: seconds of a step, of a publish, and from start to first step."""
     steps = summary["history"]
     gaps = [b["at_s"] - a["at_s"] for a, b in pairwise(steps)]
-    walls = [p["wall_s"] for p in summary["publishes"] if p["verdict"] == "accepted"]
+    walls = [p["wall_s"] for p in summary["publishes"] if p["verdict"] in SWAPPED]
     return {
         "step_s": statistics.median(gap for gap in gaps if gap > 0),
         "publish_s": statistics.median(walls),
@@ -170,6 +172,7 @@ def main() -> None:
     before = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     for key in ("components", "single"):  # those measured in another call stay
         results[key] = {**before.get(key, {}), **results[key]}
+    del arguments.folder  # of no meaning elsewhere
     write(arguments, results)
 
 
