@@ -89,9 +89,8 @@ class Climb:
                     self._fail(str(error))
                     self._to_bf16 = isinstance(error, NotYetError)
                     return
-            fault = self.parts.faults.candidate(verdict.version)
-            overlay, mark = ladder.overlay, len(ladder.condemned)
-            candidate = Candidate(verdict.version, None, fault, overlay, mark)
+            fault, mark = self.parts.faults.candidate(verdict.version), len(ladder.condemned)
+            candidate = Candidate(verdict.version, None, fault, ladder.overlay, mark)
             await self._try(candidate, rollouts, due)
             due = None
             if self.passage.state is State.REFUSED:
