@@ -19,7 +19,7 @@ def register() -> None:
         register_weight_loader_v2_supported_method,
     )
 
-    from forge_ptq.engine.slots import SlotConfig, SlotLinear
+    from forge_ptq.engine.methods import SlotConfig, SlotLinear
 
     if SlotLinear.__name__ not in WEIGHT_LOADER_V2_SUPPORTED:
         register_weight_loader_v2_supported_method(SlotLinear)

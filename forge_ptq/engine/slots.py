@@ -1,4 +1,4 @@
-"""Two weight slots in one vLLM model: the quantization method ``forge_slots`` and its bank.
+"""Two weight slots in one vLLM model: the bank of the quantization method ``forge_slots``.
 
 Every linear layer holds ``forge_slots = [slot 0, slot 1]``, each a ``PreparedLinear`` of its own
 scheme (int8 static, int8 dynamic, bf16) or None. Every other parameter (embeddings, norms,
@@ -20,26 +20,15 @@ until that exists it is refused.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import Parameter
-from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
-from vllm.model_executor.layers.quantization.base_config import (
-    QuantizationConfig,
-    QuantizeMethodBase,
-)
-from vllm.model_executor.layers.vocab_parallel_embedding import (
-    ParallelLMHead,
-    UnquantizedEmbeddingMethod,
-    VocabParallelEmbedding,
-)
-from vllm.model_executor.parameter import ModelWeightParameter
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from forge_ptq.engine.kernels import LinearKernels, PreparedLinear, select_kernels
 from forge_ptq.engine.layout import FillPlan, LinearSite, ModelLayout
-from forge_ptq.engine.plugin import QUANTIZATION
 from forge_ptq.engine.types import SlotStateError
 
 SLOTS = (0, 1)
@@ -75,6 +64,8 @@ class SlotBank:
 
     def bind(self, model: nn.Module) -> None:
         """List the loaded model's slotted tensors; what was loaded becomes slot 0."""
+        from forge_ptq.engine.methods import SlotHead, SlotLinear
+
         linears: dict[str, nn.Module] = {}
         for name, module in model.named_modules():
             method = getattr(module, "quant_method", None)
@@ -110,9 +101,9 @@ class SlotBank:
         if slot == self.companion:
             self.companion = None
         for site in self.layout.linears.values():
-            _slots_of(site.module)[slot] = None
+            slots_of(site.module)[slot] = None
         for head in self._heads.values():
-            _slots_of(head)[slot] = None
+            slots_of(head)[slot] = None
         for _, slots in self._rest:
             slots[slot] = None
 
@@ -125,7 +116,7 @@ class SlotBank:
         kernels = self.kernels_for(device)
         for site in self.layout.linears.values():
             parts = plan.linears.pop(site.name)
-            _slots_of(site.module)[slot] = _prepare(kernels, site, parts, device)
+            slots_of(site.module)[slot] = _prepare(kernels, site, parts, device)
             yield
         for name, slots in self._rest_by_name.items():
             parameter = self.layout.rest[name].parameter
@@ -134,14 +125,14 @@ class SlotBank:
         for name, head in self._heads.items():
             source = self._rest_by_name[self.layout.tied.get(name, name)][slot]
             assert source is not None
-            _slots_of(head)[slot] = kernels.bf16(source)
+            slots_of(head)[slot] = kernels.bf16(source)
             yield
         self.assert_complete(slot)
 
     def assert_complete(self, slot: int) -> None:
         """Raise unless every slotted tensor of the model is present in the slot."""
-        empty = [n for n, s in self.layout.linears.items() if _slots_of(s.module)[slot] is None]
-        empty += [n for n, head in self._heads.items() if _slots_of(head)[slot] is None]
+        empty = [n for n, s in self.layout.linears.items() if slots_of(s.module)[slot] is None]
+        empty += [n for n, head in self._heads.items() if slots_of(head)[slot] is None]
         empty += [n for n, slots in self._rest_by_name.items() if slots[slot] is None]
         if empty:
             raise RuntimeError(f"forge_slots: slot {slot} lacks {empty[:3]} ({len(empty)} in all)")
@@ -159,7 +150,7 @@ class SlotBank:
 
     def layer_schemes(self, slot: int) -> dict[str, str]:
         """HF module name -> scheme that its prepared linear runs."""
-        prepared = {s.name: _slots_of(s.module)[slot] for s in self.layout.linears.values()}
+        prepared = {s.name: slots_of(s.module)[slot] for s in self.layout.linears.values()}
         return {
             part.name: linear.scheme
             for name, linear in prepared.items()
@@ -173,7 +164,7 @@ class SlotBank:
         SlotStateError if the slot has no INT8 layer of that name.
         """
         site = self.layout.hf_linears().get(layer)
-        prepared = None if site is None else _slots_of(site.module)[slot]
+        prepared = None if site is None else slots_of(site.module)[slot]
         if site is None or prepared is None or not prepared.scheme.startswith("int8"):
             raise SlotStateError(f"{layer}: slot {slot} has no INT8 layer of this name")
         names = [part.name for part in site.parts]
@@ -185,14 +176,15 @@ class SlotBank:
         modules = [site.module for site in self.layout.linears.values()] + list(
             self._heads.values()
         )
-        prepared = [_slots_of(module)[slot] for module in modules]
+        prepared = [slots_of(module)[slot] for module in modules]
         rest = [slots[slot] for _, slots in self._rest]
         return sum(p.nbytes for p in prepared if p is not None) + sum(
             t.numel() * t.element_size() for t in rest if t is not None
         )
 
 
-def _slots_of(module: nn.Module) -> list[PreparedLinear | None]:
+def slots_of(module: nn.Module) -> list[PreparedLinear | None]:
+    """The prepared linears [slot 0, slot 1] of a module that has slots."""
     return module.forge_slots  # type: ignore[return-value]
 
 
@@ -221,103 +213,3 @@ def _padded(
     padded = whole.new_zeros(parameter.shape)
     padded[: whole.shape[0]] = whole
     return padded
-
-
-class SlotLinear(LinearMethodBase):
-    """Linear method: loads like vLLM's unquantized one, then runs whichever slot is active."""
-
-    def __init__(self, bank: SlotBank) -> None:
-        self.bank = bank
-
-    def create_weights(
-        self,
-        layer: nn.Module,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        **extra_weight_attrs: Any,
-    ) -> None:
-        """Register ``weight`` for the checkpoint loader; it is given to slot 0 afterwards."""
-        if input_size != input_size_per_partition or output_size != sum(output_partition_sizes):
-            raise RuntimeError("forge_slots: tensor parallelism is not supported yet, use 1")
-        if params_dtype != torch.bfloat16:
-            raise RuntimeError(f"forge_slots: dtype must be bfloat16, got {params_dtype}")
-        weight = ModelWeightParameter(
-            data=torch.empty(output_size, input_size, dtype=params_dtype),
-            input_dim=1,
-            output_dim=0,
-            weight_loader=extra_weight_attrs["weight_loader"],
-        )
-        layer.register_parameter("weight", weight)
-        layer.forge_part_rows = list(output_partition_sizes)  # type: ignore[assignment]
-        layer.forge_in_features = input_size  # type: ignore[assignment]
-        layer.forge_slots = [None, None]  # type: ignore[assignment]
-
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Slot 0 = the checkpoint's weight in bf16."""
-        weight: torch.Tensor = layer.weight.data  # type: ignore[assignment]
-        _slots_of(layer)[0] = self.bank.kernels_for(weight.device).bf16(weight)
-        empty = torch.empty(0, dtype=weight.dtype, device=weight.device)
-        layer.weight = Parameter(empty, requires_grad=False)
-
-    def apply(
-        self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """x [..., K] -> [..., N] with the active slot's weights."""
-        return layer.forge_slots[self.bank.active].apply(x, bias)  # type: ignore[index,union-attr]
-
-
-class SlotHead(UnquantizedEmbeddingMethod):
-    """Embedding tables and lm_head: the table by rebinding, the head's GEMM prepared per slot."""
-
-    def __init__(self, bank: SlotBank) -> None:
-        self.bank = bank
-
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Prepare lm_head for slot 0; embedding tables need nothing."""
-        if isinstance(layer, ParallelLMHead):
-            weight: torch.Tensor = layer.weight.data  # type: ignore[assignment]
-            prepared = self.bank.kernels_for(weight.device).bf16(weight)
-            layer.forge_slots = [prepared, None]  # type: ignore[assignment]
-
-    def apply(
-        self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Hidden states [..., H] -> logits [..., padded V] under the active slot."""
-        return layer.forge_slots[self.bank.active].apply(x, bias)  # type: ignore[index,union-attr]
-
-
-class SlotConfig(QuantizationConfig):
-    """``quantization="forge_slots"``: reads plain bf16 checkpoints, needs no config of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bank = SlotBank()
-
-    def get_name(self) -> str:  # type: ignore[override]
-        return QUANTIZATION
-
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        return [torch.bfloat16]
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        return 75
-
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        return []
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> SlotConfig:
-        return cls()
-
-    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """Slots for linears, embeddings and lm_head; attention keeps vLLM's own handling."""
-        if isinstance(layer, LinearBase):
-            return SlotLinear(self.bank)
-        if isinstance(layer, VocabParallelEmbedding):
-            return SlotHead(self.bank)
-        return None
