@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 from forge_ptq.engine.generator import QuantizedGenerator
 from forge_ptq.runtime import concurrent_endpoint
 
@@ -17,3 +20,18 @@ class BreakableGenerator(QuantizedGenerator):
             raise ArithmeticError("device error")
 
         self._core.step = step  # type: ignore[method-assign]
+
+    @concurrent_endpoint
+    async def slow_filling(self, seconds: float) -> None:
+        """Each piece of the next staging takes this long, to be killed in the middle of it."""
+        fill = self._core.bank.fill
+
+        def slowly(slot: int, plan: Any) -> Any:
+            import time
+
+            for _ in fill(slot, plan):
+                time.sleep(seconds)
+                yield
+
+        self._core.bank.fill = slowly  # type: ignore[method-assign]
+        await asyncio.sleep(0)

@@ -22,23 +22,24 @@ DEADLINE_S = 60.0
 VOCAB = 500  # not a multiple of 64: the vocabulary is padded inside vLLM
 
 
-def save_qwen3(directory: Path, *, tied: bool, seed: int = 0) -> Path:
+def save_qwen3(directory: Path, *, tied: bool, seed: int = 0, **sizes: int) -> Path:
     """A random Qwen3 with awkward sizes."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=72,
-        intermediate_size=152,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=512,
-        tie_word_embeddings=tied,
-        initializer_range=0.15,
-    )
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 72,
+        "intermediate_size": 152,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": tied,
+        "initializer_range": 0.15,
+    }
+    config = Qwen3Config(**(settings | sizes))
     model: Any = Qwen3ForCausalLM(config)
     model.to(torch.bfloat16)
     randomize(model)
@@ -195,6 +196,13 @@ class Harness:
         """Admit all prompts and wait for their samples."""
         return [future.result(DEADLINE_S) for future in self.start(prompts, **kwargs)]
 
+    def candidate(self, artifact: QuantizedArtifact) -> Any:
+        """An artifact checked against the model, ready to be staged once."""
+        from forge_ptq.engine.staging import Candidate
+
+        plan = self.core.bank.layout.plan(artifact)
+        return Candidate(artifact.manifest.artifact_id, artifact.manifest.policy_version, plan)
+
     def stage_future(
         self,
         artifact: QuantizedArtifact,
@@ -203,11 +211,7 @@ class Harness:
         companion: bool = False,
     ) -> Any:
         """Begin to stage; returns the future of the report."""
-        from forge_ptq.engine.staging import Candidate
-
-        plan = self.core.bank.layout.plan(artifact)
-        manifest = artifact.manifest
-        candidate = Candidate(manifest.artifact_id, manifest.policy_version, plan)
+        candidate = self.candidate(artifact)
         begin = self.core.accompany if companion else self.core.stage
         return self.thread.run_job(lambda: begin(candidate, drain_deadline_s))
 
