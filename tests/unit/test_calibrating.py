@@ -19,7 +19,8 @@ from forge_ptq.numerics.stats import measure
 from forge_ptq.numerics.stats_table import Layout
 from forge_ptq.services.calibrating import CalibrationError, asked_plan, misfit
 from forge_ptq.services.crew import FleetError
-from forge_ptq.services.fleet import QuantizerFleet, _record
+from forge_ptq.services.fleet import QuantizerFleet
+from forge_ptq.services.fleet_parts import record_of
 from forge_ptq.services.policy_batches import make_batches
 from forge_ptq.services.round import Assignment, Item, WorkRound
 from forge_ptq.services.work import Observe, PlanDone, ShareDone
@@ -131,7 +132,7 @@ async def test_the_manifest_tells_how_the_calibration_was_made_not_what_is_confi
     fleet.cfg.plan.mode, fleet.cfg.plan.budget = "auto", 0.02
     made = await fleet.calibrate(1, ROLLOUTS, ROLLOUTS[:2])
     fleet.cfg.calibration.range, fleet.cfg.plan.mode = "kl", "fixed"
-    record = _record(made, made.layers)
+    record = record_of(made, made.layers)
     assert record is not None
     assert (record.range_method, record.budget) == ("mse", 0.02)
     assert made.asked == {"mode": "auto", "overrides": {}, "budget": 0.02}
