@@ -2,109 +2,38 @@
 in processes of its own, on a tiny tied Llama.
 
 The tests build on each other: each starts from what the one before left serving.
+tests/fault/test_publish_kills.py kills the same processes.
 """
 
 import asyncio
-import os
-import signal
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import pytest_asyncio
 import torch
+from transformers import AutoModelForCausalLM
 
-from forge_ptq import runtime, store
+from forge_ptq import store
 from forge_ptq.artifact import ArtifactRef
-from forge_ptq.config import PlanConfig, PTQConfig
-from forge_ptq.engine.generator import QuantizedGenerator
-from forge_ptq.services.ptq import PTQ
-from forge_ptq.services.quantizer import Quantizer
-from tests.integration.ptq_support import VOCAB, policy_state, save_policy
+from forge_ptq.mismatch import SequenceMismatch, as_rows, sequence_rows
+from tests.integration.ptq_support import policy_state
+from tests.integration.publish_loop import GREEDY, running_loop
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
-
-PLAN: dict[str, Any] = {
-    "default": "int8_dynamic",
-    "overrides": {"*.o_proj": "int8_static", "*.down_proj": "bf16"},
-}
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-GREEDY = {"temperature": 0.0, "max_tokens": 12, "n": 1}
-
-
-class Loop:
-    """Handles of one small run and what a test does with them."""
-
-    def __init__(self, path: Any, policy: Any, quantizer: Any, ptq: PTQ) -> None:
-        self.path, self.policy, self.quantizer, self.ptq = path, policy, quantizer, ptq
-
-    async def offer(self, groups: int, seed: int) -> list[Any]:
-        """Sample groups of 2 rollouts and offer them; returns the completions."""
-        generator = torch.Generator().manual_seed(seed)
-        prompts = torch.randint(0, VOCAB, (groups, 6), generator=generator).tolist()
-        sampled = await asyncio.gather(*(self.policy.generate.route(p) for p in prompts))
-        completions = [completion for group in sampled for completion in group]
-        await self.ptq.offer(
-            SimpleNamespace(completion=c, reward=0.0, policy_version=c.generator_version)
-            for c in completions
-        )
-        return completions
-
-    async def push(self, version: int) -> None:
-        await store.put_weights(version, policy_state(self.path, step=version))
-
-    async def greedy(self) -> list[tuple[list[int], list[float], int, str]]:
-        """Greedy tokens, logprobs, version and artifact for fixed prompts."""
-        prompts = [[5, 6, 7], [100, 3], list(range(20))]
-        out = await asyncio.gather(
-            *(self.policy.generate.route(p, sampling_params=GREEDY) for p in prompts)
-        )
-        return [
-            (
-                c.token_ids.tolist(),
-                c.logprobs.tolist(),
-                c.generator_version,
-                c.metadata["artifact_id"],
-            )
-            for (c,) in out
-        ]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def loop(tmp_path_factory):
-    path = save_policy(tmp_path_factory.mktemp("policy"), "llama")
-    await runtime.init_provisioner()
-    await store.initialize()
-    policy, quantizer = await asyncio.gather(
-        QuantizedGenerator.options(mesh_name="policy", env=ONE_THREAD).as_service(
-            engine_args={
-                "model": str(path),
-                "skip_tokenizer_init": True,
-                "max_model_len": 128,
-                "max_num_seqs": 16,
-                "enforce_eager": True,
-            },
-            sampling_params={"n": 2, "max_tokens": 16, "temperature": 1.0, "seed": 1},
-        ),
-        Quantizer.options(num_replicas=2, mesh_name="quantizer", env=ONE_THREAD).as_service(
-            model_path=str(path), plan=PLAN
-        ),
-    )
-    cfg = PTQConfig()
-    cfg.plan = PlanConfig(**PLAN)
-    cfg.calibration.rollouts, cfg.calibration.batch_tokens = 16, 64
-    cfg.drift.enabled = False  # random weights, few tokens
-    cfg.probe.sequences, cfg.probe.min_sequences, cfg.sampler.probe_fraction = 16, 8, 0.5
-    ptq = await PTQ.launch(
-        cfg,
-        policy=policy,
-        quantizer=quantizer,
-        inject=[SimpleNamespace(step=2, fault="corrupt_scales")],
-    )
-    yield Loop(path, policy, quantizer, ptq)
-    await ptq.close()
-    await store.shutdown()
-    await runtime.shutdown()
+    inject = [
+        SimpleNamespace(step=2, fault="corrupt_scales", attempts=1),
+        SimpleNamespace(step=5, fault="corrupt_scales", attempts=1),
+        SimpleNamespace(step=6, fault="corrupt_scales", attempts=2),
+        SimpleNamespace(step=8, fault="damage_live", attempts=1),
+    ]
+    async with running_loop(tmp_path_factory.mktemp("policy"), inject) as started:
+        started.ptq.cfg.guard.on_reject = ["keep"]
+        yield started
 
 
 async def test_accepted(loop):
@@ -163,7 +92,7 @@ async def test_a_corrupted_candidate_never_serves_a_token(loop):
 async def test_refused_it_serves_the_same_version_in_bf16(loop):
     await loop.push(3)
     loop.ptq.cfg.guard.on_reject = ["bf16"]
-    loop.ptq._inject[0].step = 3
+    loop.ptq.faults.inject[0].step = 3
     try:
         verdict = await loop.ptq.publish(3)
     finally:
@@ -182,55 +111,87 @@ async def test_the_next_good_version_is_quantized_again(loop):
     assert await loop.policy.get_version.route() == 4
 
 
-async def kill_in(loop, monkeypatch, phase: str, handle: Any) -> int:
-    """Arrange that the first process behind handle is killed when the next publish enters phase."""
-    pid = (await runtime.pids(handle))[0]
-    original = getattr(loop.ptq._publisher, phase)
+def mismatch(path: Any, version: int, completions: list[Any]) -> list[SequenceMismatch]:
+    """What a trainer of this version says of the completions, from transformers' logprobs."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    model.load_state_dict(policy_state(path, step=version), strict=False)
+    records = []
+    for completion in completions:
+        start = len(completion.prompt_ids)
+        tokens = torch.cat([completion.prompt_ids, completion.token_ids])[None]
+        with torch.no_grad():
+            logits = model(tokens).logits[0, start - 1 : -1].float()
+        chosen = logits.log_softmax(-1).gather(1, completion.token_ids[:, None])[:, 0]
+        gap = (chosen - completion.logprobs)[None]
+        every, none = torch.ones_like(gap, dtype=torch.bool), torch.zeros_like(gap) > 0
+        (row,) = as_rows(sequence_rows(gap, every, every, none, none, none))
+        records.append(
+            SequenceMismatch(
+                artifact_id=completion.metadata["artifact_id"],
+                scheme=completion.metadata["scheme"],
+                policy_version=completion.generator_version,
+                age=1,
+                tokens=int(row["tokens"]),
+                k1_sum=row["k1_sum"],
+                k3_sum=row["k3_sum"],
+                ratio_sum=row["ratio_sum"],
+                ratio_sq_sum=row["ratio_sq_sum"],
+                max_abs_gap=row["max_abs_gap"],
+                reward=0.0,
+                group="g",
+            )
+        )
+    return records
 
-    async def killing(*args: Any) -> None:
-        os.kill(pid, signal.SIGKILL)
-        monkeypatch.undo()
-        await original(*args)
 
-    monkeypatch.setattr(loop.ptq._publisher, phase, killing)
-    return pid
+async def test_demoted_then_in_bf16_then_rolled_back_then_recovering(loop):
+    """5 is demoted, 6 falls back, 8 is damaged while it serves and rolled back exactly to 7, 9
+    comes with one demotion more, and two good publishes later it is taken back."""
+    ptq, guard = loop.ptq, loop.ptq.cfg.guard
+    guard.on_reject, guard.demote_attempts = ["demote", "bf16", "keep"], 1
+    guard.probation.episodes, guard.probation.patience = 16, 1
+    ptq.ladder.recover_after, ptq.sampler.max_age = 2, 100
 
+    async def publish(version: int) -> Any:
+        await loop.push(version)
+        verdict = await ptq.publish(version)
+        served = (version, verdict.artifact_id)
+        assert {entry[2:] for entry in await loop.greedy()} == {served}, verdict.reason
+        return verdict
 
-@pytest.mark.parametrize(("version", "phase"), [(5, "quantize"), (6, "probe")])
-async def test_a_quantizer_that_is_killed_is_made_up_for(loop, monkeypatch, version, phase):
-    await loop.push(version)
-    pid = await kill_in(loop, monkeypatch, phase, loop.quantizer)
-    verdict = await loop.ptq.publish(version)
-    assert verdict.outcome == "accepted", verdict.reason
-    assert verdict.calibration_round == 1  # the scales outlive who measured them
-    assert not verdict.calibrated
-    assert {entry[2:] for entry in await loop.greedy()} == {(version, verdict.artifact_id)}
-    assert pid not in await runtime.pids(loop.quantizer)
+    fifth = await publish(5)
+    assert (fifth.outcome, fifth.refused, fifth.level) == ("demoted", True, 1), fifth.reason
+    manifest = await store.get_manifest(ArtifactRef(fifth.artifact_id, 5))
+    demoted = {n for n, note in manifest.notes.items() if note.endswith("demoted")}
+    assert demoted
+    assert demoted == {n for n, s in manifest.layers.items() if s != manifest.asked[n]}
+    assert 0.15 <= fifth.demoted_share < 0.5
+    assert set(manifest.weight_error) == {n for n, s in manifest.layers.items() if s != "bf16"}
+    assert 0 < fifth.weight_error < 0.02
+    assert 0 < fifth.code_flip_fraction < 1
+    sixth = await publish(6)
+    assert (sixth.outcome, sixth.attempts, sixth.level) == ("fell_back", 3, 2), sixth.reason
+    seventh = await publish(7)
+    assert (seventh.outcome, seventh.attempts) == ("demoted", 1), seventh.reason
 
-
-async def test_generator_killed_in_the_middle_comes_back_with_what_was_committed(loop, monkeypatch):
+    good = mismatch(loop.path, 7, await loop.offer(groups=8, seed=70))
+    assert await ptq.watch(8, good, oldest_usable=7) is None
+    assert ptq.serving.current.confirmed, ptq.state()
     before = await loop.greedy()
-    await loop.push(7)
-    await kill_in(loop, monkeypatch, "probe", loop.policy)
-    verdict = await loop.ptq.publish(7)
-    assert verdict.outcome == "kept"
-    assert await loop.greedy() == before
     await loop.push(8)
-    assert (await loop.ptq.publish(8)).outcome == "accepted"
+    eighth = await ptq.publish(8)
+    assert eighth.outcome == "demoted", eighth.reason
+    damaged = await loop.offer(groups=8, seed=80)
+    rollback = await ptq.watch(9, mismatch(loop.path, 8, damaged), oldest_usable=7)
+    assert rollback is not None, ptq.state()
+    assert (rollback.version_from, rollback.version_to) == (8, 7)
+    assert (rollback.exact, rollback.behind) == (True, 0)
+    assert rollback.artifact_to == seventh.artifact_id
+    assert await loop.greedy() == before, "bit for bit what served before"
+    assert await store.get_committed() == ArtifactRef(seventh.artifact_id, 7)
+    assert eighth.artifact_id not in await store.artifact_ids()
 
-
-async def test_generator_killed_at_the_flip_comes_back_with_the_new_artifact(loop, monkeypatch):
-    await loop.push(9)
-    (pid,) = await runtime.pids(loop.policy)
-    real = store.set_committed
-
-    async def then_kill(ref: Any) -> None:
-        await real(ref)
-        os.kill(pid, signal.SIGKILL)
-
-    monkeypatch.setattr(store, "set_committed", then_kill)
-    verdict = await loop.ptq.publish(9)
-    monkeypatch.undo()
-    assert verdict.outcome == "accepted", verdict.reason
-    assert {entry[2:] for entry in await loop.greedy()} == {(9, verdict.artifact_id)}
-    assert await store.get_committed() == ArtifactRef(verdict.artifact_id, verdict.version)
+    ninth = await publish(9)
+    assert (ninth.outcome, ninth.demotions, ninth.level) == ("demoted", 1, 3), ninth.reason
+    verdicts = [await publish(version) for version in (10, 11, 12)]
+    assert [(v.promoted, v.level) for v in verdicts] == [(False, 3), (False, 3), (True, 2)]
