@@ -249,15 +249,17 @@ async def snapshot(ptq: Any, step: int) -> Snapshot:
 async def restore(state: GuardState, oldest: int) -> ArtifactRef | None:
     """Put a guard state into a fresh store, before generators and quantizers start from it.
 
-    The artifact only if its version is at least ``oldest``; returns its reference if it is now the
-    committed one.
+    The artifact only if its version is at least ``oldest``, and not newer than the checkpoint, as
+    after a rollback beyond it; returns its reference if it is now the committed one.
     """
     from forge_ptq import store, store_stats
 
     if state.calibration is not None:
         await store_stats.put_calibration(state.calibration)
         await store_stats.continue_rounds(state.calibration.round)
-    if state.artifact is None or state.artifact.manifest.policy_version < oldest:
+    if state.artifact is None:
+        return None
+    if not oldest <= state.artifact.manifest.policy_version <= state.step:
         return None
     ref = await store.put_artifact(state.artifact)
     await store.set_committed(ref)

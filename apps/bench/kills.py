@@ -98,7 +98,9 @@ def kill_in(
 ) -> dict[str, Any] | None:
     """Kills something (or `target`) at a random moment and waits for what comes of it. None if the
     session ended before, or the process had just died."""
-    if session.components() and rng.random() < 0.75:
+    if rng.random() < 0.75:  # in training
+        while session.running() and not session.components():
+            time.sleep(0.02)
         moment = session.step() + rng.randint(1, 6)
         while session.running() and session.step() < moment:
             time.sleep(0.02)

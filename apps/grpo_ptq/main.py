@@ -188,7 +188,7 @@ async def continuous_training(
         if publishing:
             with report.phase("train/wait_for_publish"):
                 await publishing
-        await watch(cfg, forge, budget, report, inputs, step)
+        await watch(cfg, forge, budget, report, saving, inputs, step)
         await saving.guard(step)
         if step % cfg.ptq.publish_every == 0 or step == cfg.trainer.training.steps:
             with report.phase("train/push_weights"):
@@ -229,6 +229,7 @@ async def watch(
     forge: Components,
     budget: RolloutBudget,
     report: RunReport,
+    saving: Saving,
     inputs: list[dict[str, Any]],
     step: int,
 ) -> None:
@@ -243,6 +244,7 @@ async def watch(
     if rollback is not None:
         report.add_rollback(step, rollback)
         await budget.serves(forge.ptq.served_version)
+        await saving.rolled_back()
 
 
 async def serve(

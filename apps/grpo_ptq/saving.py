@@ -100,7 +100,16 @@ class Saving:
         Returns once its contents are settled; a save that is still under way goes first, and of
         those that wait only the newest is made.
         """
-        if self._forge.ptq is None or not self._due(step) or self._saved != step:
+        if self._due(step) and self._saved == step:
+            await self._save(step)
+
+    async def rolled_back(self) -> None:
+        """What serves was taken back: the last checkpoint must not bring it back on a resume."""
+        if self._saved and self._cfg.checkpoint.enable:
+            await self._save(self._saved)
+
+    async def _save(self, step: int) -> None:
+        if self._forge.ptq is None:
             return
         try:
             self._pending = await guard_state.snapshot(self._forge.ptq, step)

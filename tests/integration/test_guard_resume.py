@@ -113,6 +113,23 @@ async def test_an_artifact_that_is_too_old_stays_out(tmp_path):
     assert await store_stats.calibration_rounds() == [7]
 
 
+@pytest.mark.parametrize(("back_to", "restored"), [(3, True), (5, False)])
+async def test_what_was_rolled_back_after_the_checkpoint_does_not_come_back(
+    tmp_path, back_to, restored
+):
+    """To an older artifact, or to a version in bf16 that is newer than the checkpoint."""
+    run = Run(tmp_path)
+    await run.step(4, version=4)
+    guilty: Any = await store.get_committed()
+    await run.step(5, version=back_to)
+    await run.saving.rolled_back()
+    run = await renewed(run)
+    state: Any = await restore(run.cfg, run.report)
+    assert (state.step, state.ref.policy_version) == (4, back_to)
+    assert state.ref != guilty
+    assert await store.get_committed() == (state.ref if restored else None)
+
+
 async def test_a_damaged_one_is_told_of_and_the_run_calibrates_anew(tmp_path):
     run = Run(tmp_path)
     await run.step(2, version=1)
