@@ -48,6 +48,11 @@ def until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.02)
 
 
+def since(moment: float) -> float:
+    """Seconds, to the hundredth: the files are looked at every two."""
+    return round(time.monotonic() - moment, 2)
+
+
 def accepted(session: Session) -> int:
     """The newest version that passed the gate."""
     publishes = session.summary().get("publishes", [])
@@ -63,9 +68,9 @@ def watch(session: Session, started: float, step: int, version: int) -> Times:
     """Seconds until the run trains again and until it serves something new."""
     times: Times = {}
     until(lambda: session.running() and session.step() > step, "a training step")
-    times["step_s"] = time.monotonic() - started
+    times["step_s"] = since(started)
     until(lambda: session.running() and accepted(session) > version, "an accepted version")
-    times["publish_s"] = time.monotonic() - started
+    times["publish_s"] = since(started)
     return times
 
 
@@ -83,11 +88,11 @@ def survived(session: Session, component: str) -> Times:
 
     if component in ("policy", "ref_model"):  # nothing goes on without
         until(is_back, f"{component} to come back")
-        back["back_s"] = time.monotonic() - started
+        back["back_s"] = since(started)
         return {**back, **watch(session, started, step, version)}
     times = watch(session, started, step, version)
     until(is_back, f"{component} to come back")
-    return {"back_s": time.monotonic() - started, **times}
+    return {"back_s": since(started), **times}
 
 
 def fatal(start: Callable[[], Session], component: str) -> Times:
@@ -97,7 +102,7 @@ def fatal(start: Callable[[], Session], component: str) -> Times:
         started = time.monotonic()
         session.kill(component)
         code, output = session.finish(TIMEOUT_S)
-    times = {"ended_s": time.monotonic() - started}
+    times = {"ended_s": since(started)}
     if component != "command" and code != 1:
         raise SessionError(f"{component} was killed and the exit code is {code}:\n{output}")
     before = check_run(session.folder)["wall_s_before"]
@@ -116,23 +121,23 @@ def fatal(start: Callable[[], Session], component: str) -> Times:
             )
 
         until(lambda: bool(written()), "a training step of the resumed run")
-        times["step_s"] = time.monotonic() - started
-        times["start_s"] = time.monotonic() - begun
+        times["step_s"] = since(started)
+        times["start_s"] = since(begun)
         until(serves_newer, "an accepted version of the resumed run")
-        times["publish_s"] = time.monotonic() - started
+        times["publish_s"] = since(started)
         session.kill("command")
         session.finish(TIMEOUT_S)
     return times
 
 
 def normal(summary: dict[str, Any]) -> dict[str, float]:
-    """Medians of the undisturbed: seconds of a step, of a publish, and from start to first step."""
+    """Medians over the run: seconds of a step and of a publish."""
     steps = summary["history"]
     gaps = [b["at_s"] - a["at_s"] for a, b in pairwise(steps)]
     walls = [p["wall_s"] for p in summary["publishes"] if p["verdict"] in SWAPPED]
     return {
-        "step_s": statistics.median(gap for gap in gaps if gap > 0),
-        "publish_s": statistics.median(walls),
+        "step_s": round(statistics.median(gap for gap in gaps if gap > 0), 2),
+        "publish_s": round(statistics.median(walls), 2),
     }
 
 
