@@ -6,6 +6,7 @@ tests/fault/test_publish_kills.py kills the same processes.
 """
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -146,7 +147,8 @@ def mismatch(path: Any, version: int, completions: list[Any]) -> list[SequenceMi
 
 async def test_demoted_then_in_bf16_then_rolled_back_then_recovering(loop):
     """5 is demoted, 6 falls back, 8 is damaged while it serves and rolled back exactly to 7, 9
-    comes with one demotion more, and two good publishes later it is taken back."""
+    comes with one demotion more, and two good publishes later it is taken back, beside a companion.
+    """
     ptq, guard = loop.ptq, loop.ptq.cfg.guard
     guard.on_reject, guard.demote_attempts = ["demote", "bf16", "keep"], 1
     guard.probation.episodes, guard.probation.patience = 16, 1
@@ -193,5 +195,18 @@ async def test_demoted_then_in_bf16_then_rolled_back_then_recovering(loop):
 
     ninth = await publish(9)
     assert (ninth.outcome, ninth.demotions, ninth.level) == ("demoted", 1, 3), ninth.reason
-    verdicts = [await publish(version) for version in (10, 11, 12)]
+    verdicts = [await publish(version) for version in (10, 11)]
+    good = mismatch(loop.path, 11, await loop.offer(groups=8, seed=110))
+    assert await ptq.watch(12, good, oldest_usable=11) is None
+    before = await loop.greedy()
+    ptq.cfg.ab.enabled = True  # the idle slot then holds the companion, not the version before
+    verdicts.append(await publish(12))
     assert [(v.promoted, v.level) for v in verdicts] == [(False, 3), (False, 3), (True, 2)]
+    slots = (await loop.policy.describe.route())["slots"]
+    companions = [slot["artifact_id"] for slot in slots if slot["role"] == "companion"]
+    assert companions == [verdicts[-1].companion_id]
+    worse = [replace(r, artifact_id=verdicts[-1].artifact_id, k3_sum=1.0 * r.tokens) for r in good]
+    rollback = await ptq.watch(13, worse, oldest_usable=11)
+    assert rollback is not None
+    assert (rollback.artifact_to, rollback.exact) == (verdicts[-2].artifact_id, True)
+    assert await loop.greedy() == before, "staged again from the store"
