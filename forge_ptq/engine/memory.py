@@ -16,6 +16,7 @@ _SIGNS = (
     "out of memory",
     "out_of_memory",
     "bad_alloc",
+    "could not create a memory object",  # oneDNN, where the buffer for packed weights is refused
 )
 
 

@@ -147,6 +147,7 @@ def test_real_allocation_failures_are_recognised(allocate: Callable[[], None]) -
     ("error", "expected"),
     [
         (RuntimeError("std::bad_alloc"), True),
+        (RuntimeError("could not create a memory object"), True),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
         (RuntimeError("forge_slots: slot 1 lacks ['model.norm.weight'] (1 in all)"), False),
         (ArtifactError("a.weight: expected shape [2, 3], got [3, 2]"), False),
