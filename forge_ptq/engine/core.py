@@ -145,7 +145,7 @@ class SlotEngine(Staging):
             self.slots[self.idle] = SlotInfo()
         return True
 
-    def damage_live(self, layer: str | None = None, factor: float = 8.0) -> str:
+    def damage_live(self, layer: str | None = None, factor: float = 64.0) -> str:
         """Debug: multiply the live slot's weight scales of one layer in place; returns its name.
 
         Default: the last INT8 down_proj, else the last INT8 layer. SlotStateError without one.

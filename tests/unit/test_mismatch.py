@@ -139,7 +139,7 @@ def test_alarms_name_key_value_and_limit():
         "rejected_fraction",
     }  # fmt: skip
     texts = [str(a) for a in raised]
-    assert "mismatch_k3 0.2 is over ptq.guard.probation.max_mismatch_kl = 0.1" in texts
+    assert "mismatch_k3 0.2 is over ptq.guard.probation.max_mismatch_kl = 0.05" in texts
     assert "ess 0.3 is under ptq.guard.probation.min_ess = 0.5" in texts
     assert "max_abs_gap 13 is over alarms.max_abs_gap = 12" in texts
 

@@ -40,7 +40,8 @@ def record(
 
 
 def probation(**settings: Any) -> Probation:
-    cfg = ProbationConfig(**({"episodes": 8, "patience": 2} | settings))
+    limits = {"episodes": 8, "patience": 2, "max_mismatch_kl": 0.1}
+    cfg = ProbationConfig(**(limits | settings))
     made = Probation(cfg)
     made.serves("a1", "p")
     made.serves("a2", "p")
