@@ -25,6 +25,13 @@ OTHERS = tuple(
     Cell(phase, fault, outcome, f"{file}::test_{name}")
     for phase, fault, outcome, file, name in (
         (
+            "stage",
+            "out of memory",
+            "kept",
+            "tests/fault/test_engine_memory.py",
+            "an_artifact_that_does_not_fit_leaves_everything_as_it_was",
+        ),
+        (
             "quantize",
             "fails or hangs",
             "kept",
