@@ -251,6 +251,10 @@ def print_summary(summary: Mapping[str, Any], folder: str, console: Console | No
     for record in summary["publishes"]:
         if record["verdict"] not in SWAPPED:
             table.add_row("not served", publish_line(record))
+        elif record.get("refused"):
+            table.add_row("refused at first", publish_line(record))
+    for record in summary.get("rollbacks", []):
+        table.add_row("taken back", f"after step {record['step']}: {record['reason']}")
     table.add_row("generation", f"{number(summary['tokens_per_s'], ',.0f')} tokens/s")
     table.add_row("results", folder)
     console.print()

@@ -34,7 +34,7 @@ def draw(summary: Mapping[str, Any], path: Path) -> Path:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.png")
     try:
         _title(figure, summary)
-        _reward(above, steps, publishes)
+        _reward(above, steps, publishes, list(summary.get("rollbacks", [])))
         _rise(below, publishes, summary.get("max_perplexity_rise"))
         _steps_axis(below, summary.get("history", []), publishes)
         figure.savefig(temporary, dpi=130)
@@ -71,7 +71,7 @@ def _empty(axes: Axes, text: str) -> None:
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", color=MUTED, fontsize=11)
 
 
-def _reward(axes: Axes, steps: list[Any], publishes: list[Any]) -> None:
+def _reward(axes: Axes, steps: list[Any], publishes: list[Any], rollbacks: list[Any]) -> None:
     _style(axes, "mean reward")
     if not steps:
         _empty(axes, "no training step with a reward")
@@ -81,23 +81,29 @@ def _reward(axes: Axes, steps: list[Any], publishes: list[Any]) -> None:
     running = [mean(y[max(0, i - WINDOW + 1) : i + 1]) or 0.0 for i in range(len(y))]
     axes.plot(x, y, "o", markersize=4, color=REWARD, alpha=0.4, label="each step")
     axes.plot(x, running, color=REWARD, linewidth=2.2, label=f"mean of {WINDOW} steps")
-    # Swaps as ticks along the foot, refusals as lines through the panel.
+    # Swaps as ticks along the foot, refusals and rollbacks as lines through the panel.
     low, high = min(0.0, min(y)), max(y)
     axes.set_ylim(low - 0.04 * (high - low or 1.0), high + 0.06 * (high - low or 1.0))
     across = axes.get_xaxis_transform()
-    for verdict, marker, color, label in (
-        ("accepted", "^", ACCEPTED, "swapped in"),
-        ("refused", "x", REFUSED, "refused"),
-        ("failed", "s", MUTED, "publish failed"),
+    by_kind = {
+        kind: [p["version"] for p in publishes if _kind(p) == kind]
+        for kind in ("accepted", "refused", "failed")
+    }
+    climbed = [p["version"] for p in publishes if p["verdict"] in SWAPPED and p.get("refused")]
+    for at, marker, color, label in (
+        (by_kind["accepted"], "^", ACCEPTED, "swapped in"),
+        (climbed, "D", LIMIT, "refused, then demoted"),
+        (by_kind["refused"], "x", REFUSED, "refused"),
+        (by_kind["failed"], "s", MUTED, "publish failed"),
+        ([r["step"] for r in rollbacks], "v", REFUSED, "taken back"),
     ):
-        at = [p["version"] for p in publishes if _kind(p) == verdict]
         if not at:
             continue
         axes.scatter(
             at, [0.03] * len(at), marker=marker, s=42, color=color, transform=across,
             label=label, zorder=4, clip_on=False,
         )  # fmt: skip
-        if verdict == "refused":
+        if color in (REFUSED, LIMIT):
             for version in at:
                 axes.axvline(version, color=color, linewidth=1.0, linestyle=":", alpha=0.8)
     axes.legend(
