@@ -20,6 +20,8 @@ publish(version) in order, each phase with its own deadline (cfg.deadlines):
     decide      guard.decide
     commit      store.set_committed(artifact), then every replica flips (serving.py)
 
+The companion (ptq.ab, ptq.precision_by_load) is made after publish has returned (companion.py).
+
 Whatever fails before commit empties the idle slots again and the live ones serve on: the verdict
 is "kept", with the reason. What follows a refusal is in ladder.py and climb.py, what happens after
 the commit in probation.py and watch.py.
@@ -36,9 +38,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from forge_ptq import store
+from forge_ptq.artifact import ArtifactRef
 from forge_ptq.services import publish_metrics
 from forge_ptq.services.candidate import Publisher
 from forge_ptq.services.climb import Climb
+from forge_ptq.services.companion import Accompanying
 from forge_ptq.services.coordinator import Coordinator
 from forge_ptq.services.fleet import QuantizerFleet
 from forge_ptq.services.injection import Faults
@@ -97,6 +101,7 @@ class PTQ:
         self._notes: deque[Transition] = deque(maxlen=NOTES_KEPT)
         """Transitions that no verdict or rollback has told yet."""
         self._lock = asyncio.Lock()
+        self._accompanying = Accompanying(lambda: self.serving.accompany(fleet), self._lock)
         self._closed = False
 
     @classmethod
@@ -197,6 +202,8 @@ class PTQ:
                 verdict.wall_s = time.perf_counter() - started
                 self.verdicts.append(verdict)
             await self._retire(version)
+        if verdict.attempts:  # whatever was staged has taken the companion's place
+            self._accompanying.begin()
         publish_metrics.record(verdict)
         return verdict
 
@@ -206,9 +213,10 @@ class PTQ:
         current = self.serving.current
         if climb.served and current is not None and current.quantized:
             self._watch.probation.serves(current.ref.artifact_id, current.plan)
-        if verdict.attempts:  # whatever was staged has taken the companion's place
-            companion = await self.serving.accompany(self.fleet)
-            verdict.companion_id = companion.artifact_id if companion is not None else None
+
+    async def accompanied(self) -> ArtifactRef | None:
+        """Waits until what serves has its companion, or cannot have it; the companion or None."""
+        return await self._accompanying.settled()
 
     async def watch(
         self, training_step: int, records: Sequence[SequenceMismatch], oldest_usable: int
@@ -234,13 +242,15 @@ class PTQ:
             if rollback is not None:
                 rollback = replace(rollback, transitions=self._told())
                 self.rollbacks.append(rollback)
-                await self.serving.accompany(self.fleet)
                 await self._retire(max(training_step, rollback.version_from))
+        if rollback is not None:
+            self._accompanying.begin()
         return rollback
 
     async def close(self) -> None:
         """No publish starts any more; one that runs gets a few seconds to end."""
         self._closed = True
+        await self._accompanying.close(CLOSE_TIMEOUT_S)
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S), self._lock:
                 pass

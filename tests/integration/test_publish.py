@@ -202,9 +202,11 @@ async def test_demoted_then_in_bf16_then_rolled_back_then_recovering(loop):
     ptq.cfg.ab.enabled = True  # the idle slot then holds the companion, not the version before
     verdicts.append(await publish(12))
     assert [(v.promoted, v.level) for v in verdicts] == [(False, 3), (False, 3), (True, 2)]
+    companion = await asyncio.wait_for(ptq.accompanied(), 120)
+    assert companion is not None
     slots = (await loop.policy.describe.route())["slots"]
     companions = [slot["artifact_id"] for slot in slots if slot["role"] == "companion"]
-    assert companions == [verdicts[-1].companion_id]
+    assert companions == [companion.artifact_id]
     worse = [replace(r, artifact_id=verdicts[-1].artifact_id, k3_sum=1.0 * r.tokens) for r in good]
     rollback = await ptq.watch(13, worse, oldest_usable=11)
     assert rollback is not None

@@ -93,12 +93,16 @@ async def held(ptq: PTQ, replica: Any, name: str, version: int) -> tuple[Any, as
     return task, go
 
 
-def arm(verdict: Any, which: str, reward: float, prompt: int, drawn: bool = True) -> Any:
-    artifact_id = verdict.artifact_id if which == "live" else verdict.companion_id
+def arm(
+    ptq: PTQ, which: str, reward: float | None, prompt: int, drawn: bool = True, **metadata: Any
+) -> Any:
+    """An episode of what serves now."""
+    ref = ptq.serving.current.ref if which == "live" else ptq.serving.companion  # type: ignore[union-attr]
+    assert ref is not None
     return SimpleNamespace(
         completion=SimpleNamespace(
             prompt_ids=[prompt, 2], token_ids=[3], generator_version=0,
-            metadata={"arm": which, "artifact_id": artifact_id, "drawn": drawn},
+            metadata={"arm": which, "artifact_id": ref.artifact_id, "drawn": drawn} | metadata,
         ),
         reward=reward, policy_version=0,
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -23,18 +24,19 @@ async def test_the_companion_is_made_kept_and_replaced():
     generators, fleet = Generators(2), FakeFleet("int8_static", LAYERS)
     ptq = await launch(generators, fleet, precision_by_load__enabled=True)
     first = await ptq.publish(1)
-    assert first.companion_id is not None
-    assert [r.companion for r in generators.replicas] == [first.companion_id] * 2
-    assert set(await store.artifact_ids()) == {first.artifact_id, first.companion_id}
+    beside = await ptq.accompanied()
+    assert beside is not None
+    assert [r.companion for r in generators.replicas] == [beside.artifact_id] * 2
+    assert set(await store.artifact_ids()) == {first.artifact_id, beside.artifact_id}
     generators.replicas[0].kl = bad_below(9)
     ptq.cfg.guard.on_reject = ["keep"]
     kept = await ptq.publish(2)
-    assert (kept.outcome, kept.companion_id) == ("kept", first.companion_id)
-    assert [r.companion for r in generators.replicas] == [first.companion_id] * 2
+    assert (kept.outcome, await ptq.accompanied()) == ("kept", beside)
+    assert [r.companion for r in generators.replicas] == [beside.artifact_id] * 2
     generators.replicas[0].kl = 0.01
-    third = await ptq.publish(3)
-    assert third.companion_id not in (None, first.companion_id)
-    assert first.companion_id not in await store.artifact_ids()
+    await ptq.publish(3)
+    assert await ptq.accompanied() not in (None, beside)
+    assert beside.artifact_id not in await store.artifact_ids()
     await agree(generators, ptq)
 
 
@@ -54,7 +56,9 @@ async def test_without_a_companion_the_run_goes_on(monkeypatch, where):
 
         monkeypatch.setattr(fleet, "_quantize", quantize)
     verdict = await ptq.publish(1)
-    assert (verdict.outcome, verdict.companion_id) == ("accepted", None)
+    assert verdict.outcome == "accepted"
+    assert await ptq.accompanied() is None
+    assert generators.replicas[0].companion is None
     await agree(generators, ptq)
 
 
@@ -66,11 +70,12 @@ async def test_rewards_that_disagree_take_it_back(metrics, live, drawn, fails):
     ptq = await launch(
         generators, FakeFleet("int8_static", LAYERS), ab__enabled=True, ab__min_prompts=8
     )
-    verdict = await ptq.publish(1)
+    await ptq.publish(1)
+    await ptq.accompanied()
     for number in range(10):
         noise = 0.01 * (number % 3)
-        await ptq.offer([arm(verdict, "live", live + noise, number, drawn)] * 2)
-        await ptq.offer([arm(verdict, "companion", 1.0 + noise, number, drawn)] * 2)
+        await ptq.offer([arm(ptq, "live", live + noise, number, drawn)] * 2)
+        await ptq.offer([arm(ptq, "companion", 1.0 + noise, number, drawn)] * 2)
     rollback = await ptq.watch(2, [], 0)
     assert (rollback is not None) == fails
     if rollback is not None:
@@ -81,3 +86,77 @@ async def test_rewards_that_disagree_take_it_back(metrics, live, drawn, fails):
     if drawn:
         assert any(name == "ptq/ab/agreement" for name, _ in metrics)
     await agree(generators, ptq)
+
+
+@pytest.mark.parametrize("where", ["quantize", "accompany"])
+async def test_publish_returns_before_the_companion_is_made(monkeypatch, where):
+    """It is made meanwhile, and the next publish stages nothing before it is done."""
+    generators, fleet = Generators(), FakeFleet("int8_static", LAYERS)
+    ptq = await launch(generators, fleet, ab__enabled=True)
+    go, there, replica = asyncio.Event(), asyncio.Event(), generators.replicas[0]
+    owner, name = (fleet, "_quantize") if where == "quantize" else (replica, "accompany")
+    real = getattr(owner, name)
+
+    async def held_up(*args: Any) -> Any:
+        if where == "accompany" or args[1:2] == ("bf16",):
+            there.set()
+            await go.wait()
+        return await real(*args)
+
+    monkeypatch.setattr(owner, name, held_up)
+    assert (await asyncio.wait_for(ptq.publish(1), 5)).outcome == "accepted"
+    await asyncio.wait_for(there.wait(), 5)
+    second = asyncio.create_task(ptq.publish(2))
+    await asyncio.sleep(0.02)
+    assert replica.companion is None
+    assert (second.done(), replica.calls.count("stage")) == (False, 1)
+    go.set()
+    assert (await asyncio.wait_for(second, 5)).outcome == "accepted"
+    companion = await asyncio.wait_for(ptq.accompanied(), 5)
+    assert companion is not None
+    assert (companion.policy_version, replica.companion) == (2, companion.artifact_id)
+
+
+async def test_two_publishes_in_a_row_make_one_companion_of_the_last():
+    generators, fleet = Generators(), FakeFleet("int8_static", LAYERS)
+    ptq = await launch(generators, fleet, ab__enabled=True)
+    await asyncio.gather(ptq.publish(1), ptq.publish(2))
+    companion = await ptq.accompanied()
+    assert companion is not None
+    assert companion.policy_version == 2
+    assert generators.replicas[0].calls.count("accompany") == 1
+
+
+async def test_closing_ends_a_companion_that_hangs(caplog):
+    fleet = FakeFleet("int8_static", LAYERS)
+    generators = Generators()
+    ptq = await launch(generators, fleet, ab__enabled=True)
+    there, ended = asyncio.Event(), asyncio.Event()
+
+    async def never(*_: Any) -> None:
+        there.set()
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.set()
+
+    generators.replicas[0].accompany = never  # type: ignore[method-assign, assignment]
+    await ptq.publish(1)
+    await asyncio.wait_for(there.wait(), 5)
+    await asyncio.wait_for(ptq.close(), 5)
+    assert ended.is_set()
+    assert "still" not in caplog.text
+
+
+async def test_what_making_a_companion_raises_is_logged(monkeypatch, caplog):
+    generators = Generators()
+    ptq = await launch(generators, FakeFleet("int8_static", LAYERS), ab__enabled=True)
+
+    async def broken(fleet: Any) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(ptq.serving, "accompany", broken)
+    await ptq.publish(1)
+    await ptq.accompanied()
+    assert "a bug" in caplog.text
+    assert (await ptq.publish(2)).outcome == "accepted"

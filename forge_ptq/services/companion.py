@@ -1,0 +1,57 @@
+"""The companion of what serves is made after publish or a rollback has returned.
+
+Rollouts go on meanwhile. It takes the publisher's lock, so nothing else is staged before it is
+done; if a publish comes first, what is made is the companion of what serves then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from forge_ptq.artifact import ArtifactRef
+
+log = logging.getLogger(__name__)
+
+
+class Accompanying:
+    """make: makes the companion of what serves now, deadlines included. lock: of whatever fills
+    idle slots."""
+
+    def __init__(
+        self, make: Callable[[], Awaitable[ArtifactRef | None]], lock: asyncio.Lock
+    ) -> None:
+        self._make = make
+        self._lock = lock
+        self._task: asyncio.Task[ArtifactRef | None] | None = None
+        self._closed = False
+
+    def begin(self) -> None:
+        """Call it without the lock. One that still waits for the lock will do."""
+        if not self._closed and (self._task is None or self._task.done()):
+            self._task = asyncio.create_task(self._run())
+
+    async def _run(self) -> ArtifactRef | None:
+        async with self._lock:
+            try:
+                return await self._make()
+            except Exception:
+                log.exception("the companion could not be made")
+                return None
+
+    async def settled(self) -> ArtifactRef | None:
+        """Waits until none is being made; the last one, None if it could not be made."""
+        if self._task is None:
+            return None
+        await asyncio.wait([self._task])
+        return None if self._task.cancelled() else self._task.result()
+
+    async def close(self, timeout_s: float) -> None:
+        """Cancel what is being made; none is made any more."""
+        self._closed = True
+        if self._task is None:
+            return
+        self._task.cancel()
+        if (await asyncio.wait([self._task], timeout=timeout_s))[1]:
+            log.warning("a companion was still being made when PTQ closed")
