@@ -88,6 +88,8 @@ class SequenceMismatch:
     """Names the prompt's group of responses."""
     rejected: int = 0
     """Response tokens of a sequence that was left out for a log-probability that is not finite."""
+    sampled_finite: bool = True
+    """Whether those under which it was sampled are all finite: then it is the trainer's fault."""
 
 
 def sequence_rows(

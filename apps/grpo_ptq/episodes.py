@@ -132,7 +132,8 @@ def collate(batches: list[Group]) -> tuple[list[dict[str, Any]], list[dict[str, 
     """Episodes to tensors, one (inputs, targets) pair per data-parallel rank.
 
     inputs: tokens [B, request_len + response_len] int64, prompt_lens [B] int64, and for the record,
-    one per episode: rewards [B] fp32, and lists policy_versions, schemes, artifact_ids, groups.
+    one per episode: rewards [B] fp32, and lists policy_versions, schemes, artifact_ids, groups,
+    sampled_finite (whether all generator_logprobs are).
     targets: response [B, R] int64, padding_mask [B, R] bool, ref_logprobs [B, R] fp32,
     generator_logprobs [B, R] fp32, advantages [B, 1] fp32.
     """
@@ -157,6 +158,7 @@ def collate(batches: list[Group]) -> tuple[list[dict[str, Any]], list[dict[str, 
                 "schemes": [e.scheme for e in batch],
                 "artifact_ids": [e.artifact_id for e in batch],
                 "groups": [e.group for e in batch],
+                "sampled_finite": [bool(e.generator_logprobs.isfinite().all()) for e in batch],
             }
         )
         targets.append(
@@ -189,6 +191,7 @@ def mismatch_records(
             part["policy_versions"],
             part["rewards"].tolist(),
             part["groups"],
+            part["sampled_finite"],
             strict=True,
         )
     ]
@@ -209,8 +212,9 @@ def mismatch_records(
             reward=reward,
             group=group,
             rejected=int(row["rejected"]),
+            sampled_finite=sampled_finite,
         )
-        for (artifact_id, scheme, version, reward, group), row in zip(
+        for (artifact_id, scheme, version, reward, group, sampled_finite), row in zip(
             episodes, per_sequence, strict=True
         )
     ]

@@ -7,15 +7,19 @@
 Versions follow each other faster than their episodes are trained on: usually the next one is live
 before the first episode of this one is scored by the trainer. What such episodes have in common is
 the plan, so sequences are collected per plan; within a judgement every artifact is looked at by
-itself too. A good judgement confirms the artifacts whose own sequences are good; ``patience`` bad
-ones in a row fail the plan, and with it the artifacts whose own sequences are bad.
+itself too. A good judgement confirms the artifacts whose own sequences are good, once there are
+``OWN_SHARE`` of `episodes` of them; ``patience`` bad ones in a row fail the plan, and with it the
+artifacts whose own sequences are bad.
 
 A judgement is bad if
 
     mismatch    sum(k3) / tokens, less what full precision shows at the same ages,
                 is over max_mismatch_kl
     ess         sum(r)^2 / (tokens * sum(r^2)), over the same of full precision, is under min_ess
-    rejected    a sequence had log-probabilities that are not finite
+    rejected    a sequence was sampled with log-probabilities that are not finite
+
+Where only the trainer's are not finite, the sequence says nothing of what sampled it: it does not
+count at all.
 
 Sequences sampled in bf16 (a fallback, the other arm of an A/B test) are the control: they trail the
 trainer by as many steps, so what they show is not quantization. Differences of independent causes
@@ -37,6 +41,8 @@ SCHEMA = 1
 FULL = "bf16"
 CONTROL_EPISODES = 8
 """Fewest sequences in full precision that say what an age alone does."""
+OWN_SHARE = 0.25
+"""Of `episodes`: fewest sequences of its own, since its last bad ones, that confirm an artifact."""
 ARTIFACTS_KEPT = 200
 
 
@@ -50,7 +56,7 @@ class Sums:
     ratio: float = 0.0
     ratio_sq: float = 0.0
     rejected: float = 0.0
-    """Sequences with log-probabilities that are not finite."""
+    """Sequences that were sampled with log-probabilities that are not finite."""
 
     def add(self, other: Sums, weight: float = 1.0) -> None:
         """Add other's, times weight."""
@@ -70,12 +76,13 @@ class Sums:
         return self.ratio**2 / (self.tokens * self.ratio_sq) if self.ratio_sq else 0.0
 
 
-def sums_of(record: SequenceMismatch) -> Sums:
-    """One sequence's. Sums that are not finite count as rejected."""
+def sums_of(record: SequenceMismatch) -> Sums | None:
+    """One sequence's; None where the trainer alone has no finite log-probabilities of it."""
     sums = (record.k3_sum, record.ratio_sum, record.ratio_sq_sum)
-    if not all(math.isfinite(value) for value in sums):
-        return Sums(episodes=1, rejected=1)
-    return Sums(1, record.tokens, *sums, rejected=float(record.rejected > 0))
+    finite = all(math.isfinite(value) for value in sums)
+    if not record.sampled_finite:
+        return Sums(1, record.tokens, *sums, rejected=1) if finite else Sums(1, rejected=1)
+    return Sums(1, record.tokens, *sums) if finite and not record.rejected else None
 
 
 Ages = dict[int, Sums]
@@ -92,7 +99,7 @@ class Judgement:
     """As often in a row as ``patience`` says."""
     numbers: Mapping[str, float]
     good: tuple[str, ...]
-    """Artifacts whose own sequences are within the thresholds."""
+    """Artifacts whose own sequences are within the thresholds, and enough to confirm them."""
     bad: tuple[str, ...]
 
 
@@ -114,18 +121,23 @@ class Probation:
         """Artifact id -> plan."""
         self._windows: dict[str, _Window] = {}
         self._control: Ages = {}
+        self._own: dict[str, float] = {}
+        """Artifact id -> sequences of its own in a row of judgements in which they were good."""
 
     def serves(self, artifact_id: str, plan: str) -> None:
         """A quantized artifact was committed."""
         self.plans[artifact_id] = plan
         for old in list(self.plans)[: max(0, len(self.plans) - ARTIFACTS_KEPT)]:
             del self.plans[old]
+        self._own = {name: count for name, count in self._own.items() if name in self.plans}
         known = set(self.plans.values())
         self._windows = {p: window for p, window in self._windows.items() if p in known}
 
     def add(self, record: SequenceMismatch) -> None:
         """One trained sequence; of artifacts that nobody announced only full precision counts."""
         age, sums = max(0, record.age), sums_of(record)
+        if sums is None:
+            return
         if record.scheme == FULL:
             control = self._control.setdefault(age, Sums())
             control.add(sums)
@@ -150,6 +162,7 @@ class Probation:
         self._windows.pop(plan, None)
         for artifact_id in artifacts:
             self.plans.pop(artifact_id, None)
+            self._own.pop(artifact_id, None)
 
     def _judge(self, plan: str) -> Judgement:
         window = self._windows[plan]
@@ -157,7 +170,11 @@ class Probation:
         good: list[str] = []
         bad: list[str] = []
         for artifact_id, ages in window.artifacts.items():
-            (bad if self._over(ages)[0] else good).append(artifact_id)
+            if self._over(ages)[0]:
+                bad.append(artifact_id)
+                self._own.pop(artifact_id, None)
+            elif self._enough(artifact_id, sum(sums.episodes for sums in ages.values())):
+                good.append(artifact_id)
             for age, sums in ages.items():
                 every.setdefault(age, Sums()).add(sums)
         over, numbers = self._over(every)
@@ -168,6 +185,11 @@ class Probation:
         return Judgement(
             plan, over, failed, numbers | {"strikes": strikes}, tuple(good), tuple(accused)
         )
+
+    def _enough(self, artifact_id: str, more: float) -> bool:
+        """Whether an artifact has shown enough, with these good sequences more."""
+        self._own[artifact_id] = self._own.get(artifact_id, 0) + more
+        return self._own[artifact_id] >= OWN_SHARE * self.cfg.episodes
 
     def _over(self, ages: Ages) -> tuple[str, dict[str, float]]:
         """(what is over its threshold, the numbers)."""
@@ -202,7 +224,7 @@ class Probation:
                 f"precision, limit {self.cfg.min_ess:.0%}"
             )
         if total.rejected:
-            over.append(f"{total.rejected:g} sequences with log-probabilities that are not finite")
+            over.append(f"{total.rejected:g} sequences sampled with log-probabilities not finite")
         return "; ".join(over), numbers
 
     def state(self) -> dict[str, Any]:
@@ -211,6 +233,7 @@ class Probation:
             "schema": SCHEMA,
             "plans": dict(self.plans),
             "control": _plain(self._control),
+            "own": dict(self._own),
             "windows": {
                 plan: {
                     "artifacts": {name: _plain(ages) for name, ages in window.artifacts.items()},
@@ -229,6 +252,7 @@ class Probation:
                 raise ValueError(f"probation: schema {state['schema']!r}, expected {SCHEMA}")
             self.plans = {str(name): str(plan) for name, plan in state["plans"].items()}
             self._control = _ages(state["control"])
+            self._own = {str(name): float(count) for name, count in state["own"].items()}
             self._windows = {
                 plan: _Window(
                     artifacts={name: _ages(ages) for name, ages in window["artifacts"].items()},

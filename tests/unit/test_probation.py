@@ -20,6 +20,7 @@ def record(
     age: int = 1,
     scheme: str = "int8_static",
     rejected: int = 0,
+    sampled_finite: bool = True,
 ) -> SequenceMismatch:
     """A sequence whose tokens have this mean k3 and this effective share (mean ratio 1)."""
     return SequenceMismatch(
@@ -36,6 +37,7 @@ def record(
         reward=0.0,
         group="g",
         rejected=rejected,
+        sampled_finite=sampled_finite,
     )
 
 
@@ -105,7 +107,7 @@ def test_episodes_of_one_plan_are_judged_together_and_each_artifact_by_itself():
     assert judgement.failed
     assert judgement.numbers["mismatch_k3"] == pytest.approx((1.2 + 0.03 + 0.02) / 8)
     assert judgement.bad == ("a1",)
-    assert judgement.good == ("a2", "a3")
+    assert judgement.good == ("a2",), "one sequence of eight is not enough for a3"
 
 
 def test_a_good_judgement_does_not_clear_the_one_that_is_bad_by_itself():
@@ -173,10 +175,10 @@ def test_effective_sample_size_alone_and_against_full_precision():
 @pytest.mark.parametrize(
     "broken",
     [
-        record(rejected=3),
-        record(tokens=0, ess=1.0, rejected=4),
-        record(k3=math.nan),
-        record(k3=math.inf),
+        record(rejected=3, sampled_finite=False),
+        record(tokens=0, ess=1.0, rejected=4, sampled_finite=False),
+        record(k3=math.nan, sampled_finite=False),
+        record(k3=math.inf, sampled_finite=False),
     ],
 )
 def test_what_is_not_finite_is_over_and_poisons_nothing(broken):
@@ -185,6 +187,26 @@ def test_what_is_not_finite_is_over_and_poisons_nothing(broken):
     assert "not finite" in first.over
     assert second.over == ""
     json.dumps(made.state(), allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    "broken", [record(rejected=3), record(tokens=0, ess=1.0, rejected=4), record(k3=math.nan)]
+)
+def test_what_the_trainer_alone_cannot_score_is_no_evidence(broken):
+    made = probation()
+    assert fed(made, *[broken] * 50) == [], "neither against what sampled it nor for it"
+    (judgement,) = fed(made, *[record()] * 8)
+    assert judgement.numbers["episodes"] == 8
+
+
+def test_an_artifact_is_confirmed_by_enough_sequences_of_its_own():
+    made = probation()
+    first, second = fed(made, *[record("a1")] * 7, record("a2"), *[record("a1")] * 7, record("a2"))
+    assert (first.good, second.good) == (("a1",), ("a1", "a2")), "a quarter, over two judgements"
+    *_, third = fed(
+        made, *[record("a2", k3=0.3)] * 2, *[record("a1")] * 6, *[record("a1")] * 7, record("a2")
+    )
+    assert third.good == ("a1",), "what was bad meanwhile starts anew"
 
 
 def test_the_control_forgets():

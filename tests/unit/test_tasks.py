@@ -78,6 +78,7 @@ def test_mismatch_records_say_where_each_sequence_came_from():
         ],
     ]
     batches[1][0].reward = 0.25
+    batches[1][1].completion.logprobs[1] = torch.nan
     inputs, _ = collate(batches)
     rows = [{name: 10.0 * i + j for j, name in enumerate(COLUMNS)} for i in range(3)]
     records = mismatch_records(inputs, rows, step=5)
@@ -86,6 +87,7 @@ def test_mismatch_records_say_where_each_sequence_came_from():
     assert [(r.policy_version, r.age) for r in records] == [(4, 1), (3, 2), (3, 2)]
     assert [r.reward for r in records] == [1.0, 0.25, 1.0]
     assert records[0].group == records[1].group != records[2].group
+    assert [r.sampled_finite for r in records] == [True, True, False]
     for record, row in zip(records, rows, strict=True):
         for name in ("tokens", "k1_sum", "k3_sum", "ratio_sum", "ratio_sq_sum", "max_abs_gap"):
             assert getattr(record, name) == row[name]
