@@ -2,9 +2,9 @@
 
 A candidate goes through calibrate (if due), quantize, stage, probe, decide and commit. One that is
 refused is followed by what guard.on_reject says; see ladder.py for the states. What fails for
-another reason than its quality is followed by nothing, unless the version must be served: then by
-bf16. A calibration that missed its quorum or its deadline always is: what the missing replicas
-would have measured is not known.
+another reason than its quality is followed by bf16 if the version must be served, if on_reject has
+it and an earlier candidate was refused, or if a calibration missed its quorum or its deadline: what
+the missing replicas would have measured is not known. Otherwise it is followed by nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from forge_ptq.services.crew import GRACE_S
 from forge_ptq.services.ladder import Step, next_rung, pick
 from forge_ptq.services.parts import Parts
 from forge_ptq.services.passage import Passage, State
-from forge_ptq.services.replicas import PublishError, first_line, within
+from forge_ptq.services.replicas import PublishError, first_line, to_its_end, within
 from forge_ptq.services.sampler import Rollout
 from forge_ptq.services.schedule import Due, NotYetError
 from forge_ptq.services.serving import FULL_PRECISION, Served
@@ -56,7 +56,9 @@ class Climb:
             self._fail(f"not enough probe rollouts: have {len(rollouts)}, need {need}")
         else:
             await self._quantized(rollouts)
-        if not self.served and (self._to_bf16 or must_serve or verdict.calibration_failed):
+        climbs_on = verdict.refused and "bf16" in cfg.guard.on_reject
+        must_serve = must_serve or climbs_on or verdict.calibration_failed
+        if not self.served and (self._to_bf16 or must_serve):
             await self._full_precision(rollouts, "fell_back")
         elif not self.served:
             self._keep(verdict.reason)
@@ -187,7 +189,7 @@ class Climb:
                     verdict.refused = True
                 else:
                     reason = decision.reason
-                    await self._commit(candidate)
+                    await to_its_end(self._commit(candidate))
                     default: Outcome = "demoted" if candidate.demoted else "accepted"
                     verdict.outcome = outcome or default
             elif decision.refused:
@@ -201,14 +203,15 @@ class Climb:
             log.debug("version %d", verdict.version, exc_info=True)
             self._to(State.FAILED, reason, {}, candidate)
         except asyncio.CancelledError:
-            await self.parts.publisher.abandon(candidate)
+            if not self.served:
+                await self.parts.publisher.abandon(candidate)
             raise
         if not self.served:
             await self.parts.publisher.abandon(candidate)
         how = "in bf16" if candidate.scheme else "demoted"
         prefix = f"{verdict.reason}; then {how}: " if verdict.reason else ""
         verdict.reason = prefix + reason
-        candidate.report(verdict)
+        candidate.report(verdict, refused=self.passage.state is State.REFUSED)
         if self.served:
             await self.parts.faults.after_commit(
                 verdict.version, serving.policy, self.parts.cfg.deadlines.commit_s

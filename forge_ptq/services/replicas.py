@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from forge_ptq.services.crew import FleetError
@@ -39,6 +39,22 @@ async def within(call: Awaitable[Any], endpoint: str, deadline_s: float) -> Any:
         if str(error):  # the runtime's own, which says more
             raise
         raise PublishError(f"no answer to {endpoint} within {deadline_s:g} s") from error
+
+
+async def to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Work that must not stop half-way: a cancellation waits for its end. It has deadlines."""
+    task = asyncio.create_task(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            cancelled.add_note(f"after {type(error).__name__}: {error}")
+        raise cancelled
+    task.result()
 
 
 def survivors(results: Sequence[Any], what: str) -> list[Any]:

@@ -222,3 +222,35 @@ async def test_with_scales_at_hand_they_go_on_meanwhile():
     fleet.faults.clear()
     verdicts = [await ptq.publish(version) for version in range(6, 11)]
     assert [v.calibrated for v in verdicts] == [False, False, False, True, True]
+
+
+@pytest.mark.parametrize(("rungs", "outcome"), [(LADDER, "fell_back"), (["demote"], "kept")])
+@pytest.mark.parametrize("phase", ["quantize", "stage", "probe", "commit"])
+async def test_a_demoted_candidate_that_fails_is_followed_by_the_next_rung(rungs, outcome, phase):
+    generators, fleet = Generators(), FakeFleet("int8_static", LAYERS)
+    ptq = await launch(generators, fleet, guard__on_reject=rungs)
+    good = await ptq.publish(1)
+    replica = generators.replicas[0]
+    replica.kl = bad_below(1)
+
+    def fails_demoted(*args: Any) -> RuntimeError | None:
+        overlay = overlays(fleet)[-1] if fleet.log[-1][0] != "rank" else {}
+        in_bf16 = fleet.log[-1][1][1:2] == ("bf16",)
+        return RuntimeError("boom") if overlay and not in_bf16 else None
+
+    if phase == "quantize":
+        real = fleet._quantize
+
+        async def quantize(*args: Any) -> Any:
+            if error := fails_demoted():
+                raise error
+            return await real(*args)
+
+        fleet._quantize = quantize  # type: ignore[method-assign]
+    else:
+        replica.faults[phase] = fails_demoted
+    verdict = await ptq.publish(2)
+    assert (verdict.outcome, verdict.demotions) == (outcome, 1), verdict.reason
+    assert f"then demoted: {phase} failed: " in verdict.reason
+    assert generators.live == [verdict.artifact_id if outcome == "fell_back" else good.artifact_id]
+    await agree(generators, ptq)
