@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from forge_ptq import guard_state
+from forge_ptq.observe.records import OUTCOMES
 from forge_ptq.training import checkpoints
 
 from .options import write
@@ -193,7 +194,7 @@ def main() -> None:
         "steps": summary["steps"],
         "history_complete": True,
         "serving": summary["serving"],
-        "outcomes": {key: summary[key] for key in ("accepted", "refused", "failed")},
+        "outcomes": {key: summary[key] for key in OUTCOMES},
         "events": len(summary["events"]),
     }
     del arguments.folder, arguments.at_most_s  # of no meaning elsewhere

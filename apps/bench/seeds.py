@@ -14,12 +14,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from forge_ptq.observe.summary import is_number, write_json
+from forge_ptq.observe.summary import SWAPPED, counts, is_number, write_json
 
 KEPT = (
-    "run", "status", "seed", "steps", "accepted", "refused", "failed", "reward_first10",
-    "reward_last10", "tokens", "tokens_per_s", "first_rollout_s", "wall_s", "served_versions",
-    "machine", "packages",
+    "run", "status", "seed", "steps", "accepted", "demoted", "refused", "failed",
+    "reward_first10", "reward_last10", "tokens", "tokens_per_s", "first_rollout_s", "wall_s",
+    "served_versions", "machine", "packages",
 )  # fmt: skip
 
 
@@ -36,14 +36,14 @@ def condense(summary: dict[str, Any]) -> dict[str, Any]:
     rises = [
         p["perplexity_rise"]
         for p in summary["publishes"]
-        if p["verdict"] == "accepted" and is_number(p["perplexity_rise"])
+        if p["verdict"] in SWAPPED and is_number(p["perplexity_rise"])
     ]
     refused = [p for p in summary["publishes"] if p.get("refused")]
     return {
         **{key: summary[key] for key in KEPT},
         "reward_gain": summary["reward_last10"] - summary["reward_first10"],
         "highest_accepted_perplexity_rise": max(rises, default=None),
-        "refusals": [{k: p[k] for k in ("version", "verdict", "perplexity_rise")} for p in refused],
+        "refusals": [{k: p[k] for k in ("version", "verdict", "refused_rise")} for p in refused],
     }
 
 
@@ -63,7 +63,7 @@ def main() -> None:
         results.append(result)
         print(
             f"seed {seed}: reward {result['reward_first10']:.3f} -> {result['reward_last10']:.3f}, "
-            f"{result['accepted']} accepted, {result['refused']} refused, {result['wall_s']:.0f} s",
+            f"{counts(result)}, {result['wall_s']:.0f} s",
             flush=True,
         )
     options.out.parent.mkdir(parents=True, exist_ok=True)

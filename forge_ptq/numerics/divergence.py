@@ -18,10 +18,10 @@ over ref's next token is ``KL(ref || cand)`` over the whole vocabulary. Three es
   that mu sampled its mean is ``KL(mu || cand) - KL(mu || ref)``, so with mu close to the candidate
   (an artifact of the version before, say) a harmful candidate looks harmless or better than ref.
 
-Where mu's logprobs are known the KL is also given reweighted to ref's own contexts, by the product
-of ref / mu over the tokens before, truncated at ``PREFIX_CAP`` and self-normalised, with the
-effective sample size of these weights. It does not decide: the product's variance grows with the
-length, and mu's contexts are the ones that matter.
+Where mu's logprobs are known ``context_ess`` says how far mu's contexts are from ref's own: the
+effective sample size of the weights that would make ref's of them, the product of ref / mu over the
+tokens before, truncated at ``PREFIX_CAP``. Nothing is reweighted by it: the product's variance
+grows with the length, and mu's contexts are the ones that matter.
 
 Errors are clustered (clusters.py) by rollout, or by prompt where that is told.
 
@@ -103,10 +103,9 @@ class Divergence:
     sequences: int
     non_finite: int
     """Scores that are NaN or infinite, or KL clearly below zero; one makes the candidate unfit."""
-    kl_reweighted: float | None = None
-    """KL on contexts weighted as the reference would meet them; None if mu is unknown."""
     context_ess: float | None = None
-    """Effective sample size of these weights as a share of the tokens."""
+    """Effective sample size of the reference's contexts, share of the tokens; None if mu is
+    unknown."""
 
     @property
     def ci(self) -> tuple[float, float]:
@@ -163,7 +162,6 @@ def compare(
         estimator = "k3, unweighted" if ratios_GR is None else "k3"
     means = [float(values_R.mean()) if values_R.numel() else -math.inf for values_R in per_sequence]
     worst = max(range(len(means)), key=lambda index: (math.isnan(means[index]), means[index]))
-    reweighted, ess = _reweighted(kl_GR, ratios_GR)
     return Divergence(
         perplexity_rise=math.nan if non_finite else rise(deciding.mean),
         log_rise=deciding,
@@ -180,8 +178,7 @@ def compare(
         tokens=nll.tokens,
         sequences=sum(delta_R.numel() > 0 for delta_R in deltas_GR),
         non_finite=non_finite,
-        kl_reweighted=reweighted,
-        context_ess=ess,
+        context_ess=None if ratios_GR is None else _context_ess(ratios_GR),
     )
 
 
@@ -224,21 +221,12 @@ def _k3(
     ]
 
 
-def _reweighted(
-    kl_GR: Sequence[torch.Tensor] | None, ratios_GR: Sequence[torch.Tensor] | None
-) -> tuple[float | None, float | None]:
-    """(mean KL on the reference's contexts, effective share of the tokens)."""
-    if ratios_GR is None:
-        return None, None
+def _context_ess(ratios_GR: Sequence[torch.Tensor]) -> float:
+    """Effective share of the tokens, were their contexts weighted as the reference meets them."""
     # A token's context is what came before it: its own ratio does not count.
     before_M = torch.cat([ratio_R.cumsum(0) - ratio_R for ratio_R in ratios_GR])
     weight_M = before_M.clamp(max=math.log(PREFIX_CAP)).exp()
-    total = float(weight_M.sum())
-    ess = total**2 / (float((weight_M**2).sum()) * weight_M.numel())
-    if kl_GR is None:
-        return None, ess
-    kl_M = torch.cat(list(kl_GR)).to(torch.float64)
-    return float((weight_M * kl_M).sum()) / total, ess
+    return float(weight_M.sum()) ** 2 / (float((weight_M**2).sum()) * weight_M.numel())
 
 
 def _check_pairs(

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from .summary import SWAPPED, is_number, mean
+from .summary import SWAPPED, counts, is_number, mean, was_refused
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -199,9 +199,10 @@ class ConsoleView:
         from rich.text import Text
 
         served = [p["version"] for p in publishes if p["verdict"] in SWAPPED]
-        refused, failed = snap.get("refused", 0), snap.get("failed", 0)
+        demoted, refused, failed = (snap.get(k, 0) for k in ("demoted", "refused", "failed"))
         return Text.assemble(
             (f"{snap.get('accepted', 0)} accepted", "green"),
+            (f"   {demoted} demoted", "yellow") if demoted else "",
             "   ",
             (f"{refused} refused", "red" if refused else ""),
             (f"   {failed} failed", "yellow") if failed else "",
@@ -232,10 +233,7 @@ def print_summary(summary: Mapping[str, Any], folder: str, console: Console | No
         f"{number(summary['reward_first10'])} in the first ten steps, "
         f"{number(summary['reward_last10'])} in the last ten",
     )
-    swaps = f"{summary['accepted']} accepted, {summary['refused']} refused"
-    table.add_row(
-        "INT8 swaps", swaps + (f", {summary['failed']} failed" if summary["failed"] else "")
-    )
+    table.add_row("INT8 swaps", counts(summary))
     rises = [p.get("perplexity_rise") for p in summary["publishes"] if p["verdict"] in SWAPPED]
     served = [r for r in rises if is_number(r)]
     if served:
@@ -251,7 +249,7 @@ def print_summary(summary: Mapping[str, Any], folder: str, console: Console | No
     for record in summary["publishes"]:
         if record["verdict"] not in SWAPPED:
             table.add_row("not served", publish_line(record))
-        elif record.get("refused"):
+        elif was_refused(record):
             table.add_row("refused at first", publish_line(record))
     for record in summary.get("rollbacks", []):
         table.add_row("taken back", f"after step {record['step']}: {record['reason']}")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .summary import SWAPPED, is_number, mean, was_refused
+from .summary import SWAPPED, counts, is_number, mean, was_refused
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,11 +47,8 @@ def draw(summary: Mapping[str, Any], path: Path) -> Path:
 
 
 def _title(figure: Any, summary: Mapping[str, Any]) -> None:
-    counts = f"{summary.get('steps', 0)} steps, {summary.get('accepted', 0)} INT8 swaps accepted"
-    counts += f", {summary.get('refused', 0)} refused"
-    if summary.get("failed"):
-        counts += f", {summary['failed']} failed"
-    figure.suptitle(f"{summary.get('run', 'run')}\n{counts}", fontsize=12, color=INK)
+    text = f"{summary.get('steps', 0)} steps, INT8 swaps: {counts(summary)}"
+    figure.suptitle(f"{summary.get('run', 'run')}\n{text}", fontsize=12, color=INK)
     if summary.get("status") not in ("completed", None):
         text = f"run {summary['status']}"
         figure.text(0.99, 0.985, text, ha="right", va="top", color=REFUSED, fontsize=10)
@@ -89,7 +87,7 @@ def _reward(axes: Axes, steps: list[Any], publishes: list[Any], rollbacks: list[
         kind: [p["version"] for p in publishes if _kind(p) == kind]
         for kind in ("accepted", "refused", "failed")
     }
-    climbed = [p["version"] for p in publishes if p["verdict"] in SWAPPED and p.get("refused")]
+    climbed = [p["version"] for p in publishes if p["verdict"] in SWAPPED and was_refused(p)]
     for at, marker, color, label in (
         (by_kind["accepted"], "^", ACCEPTED, "swapped in"),
         (climbed, "D", LIMIT, "refused, then demoted"),
@@ -118,31 +116,32 @@ def _reward(axes: Axes, steps: list[Any], publishes: list[Any], rollbacks: list[
 
 def _rise(axes: Axes, publishes: list[Any], limit: float | None) -> None:
     _style(axes, "perplexity rise, %")
-    judged = [p for p in publishes if is_number(p.get("perplexity_rise"))]
+    good = [p for p in publishes if _kind(p) == "accepted" and is_number(p.get("perplexity_rise"))]
+    bad = [p for p in publishes if was_refused(p)]
     if limit is not None:
         axes.axhline(100 * limit, color=LIMIT, linewidth=1.4, linestyle="--")
-    if not judged:
+    if not good and not bad:
         _empty(axes, "no candidate was judged")
         return
     last = max(p["version"] for p in publishes)
-    good = [p for p in judged if _kind(p) == "accepted"]
-    bad = [p for p in judged if _kind(p) != "accepted"]
-    rises = [100 * p["perplexity_rise"] for p in judged]
-    # A corrupted candidate can be off by orders of magnitude: those are clipped and labelled.
-    reach = [r for p, r in zip(judged, rises, strict=True) if _kind(p) == "accepted"] or [0.0]
+    reach = [100 * p["perplexity_rise"] for p in good] or [0.0]
     top = 1.7 * max(*reach, 100 * (limit or 0.0), 0.1)
     bottom = min(0.0, 1.2 * min(reach))
     axes.plot(
         [p["version"] for p in good], [100 * p["perplexity_rise"] for p in good],
-        "-o", color=RISE, linewidth=1.6, markersize=5, label="accepted",
+        "-o", color=RISE, linewidth=1.6, markersize=5, label="served",
     )  # fmt: skip
     for p in bad:
-        value = 100 * p["perplexity_rise"]
+        # A corrupted candidate can be off by orders of magnitude: those are clipped and labelled,
+        # and so is one whose scores are not numbers.
+        rise = _refused_rise(p)
+        value = math.inf if rise is None else 100 * rise
         shown = min(value, 0.93 * top)
         axes.plot([p["version"]], [shown], "x", color=REFUSED, markersize=9, markeredgewidth=2)
         late = p["version"] > 0.6 * last
+        text = "refused" if rise is None else f"{_percent(value)} refused"
         axes.annotate(
-            f"{_percent(value)} refused" + (" (off the scale)" if value > shown else ""),
+            text + (" (off the scale)" if value > shown else ""),
             (p["version"], shown), xytext=(-8 if late else 8, 0), textcoords="offset points",
             ha="right" if late else "left", va="center", color=REFUSED, fontsize=9,
         )  # fmt: skip
@@ -153,6 +152,15 @@ def _rise(axes: Axes, publishes: list[Any], limit: float | None) -> None:
             f"limit {100 * limit:g} %", (1.0, 100 * limit), xycoords=("axes fraction", "data"),
             xytext=(-2, 4), textcoords="offset points", ha="right", color=LIMIT, fontsize=9,
         )  # fmt: skip
+
+
+def _refused_rise(publish: Mapping[str, Any]) -> float | None:
+    """Perplexity rise of the worst candidate refused; in records of older runs, which have it of
+    the last one only where nothing quantized served, that one's."""
+    rise = publish.get("refused_rise")
+    if rise is None and publish["verdict"] not in SWAPPED:
+        rise = publish.get("perplexity_rise")
+    return float(rise) if rise is not None and is_number(rise) else None
 
 
 def _percent(value: float) -> str:

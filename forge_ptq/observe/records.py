@@ -22,6 +22,10 @@ WINDOW = 10
 """Steps at either end whose rewards the summary compares; the first ones are never thinned."""
 
 
+OUTCOMES = ("accepted", "demoted", "refused", "failed")
+"""What publishes are counted as."""
+
+
 class Records:
     """Steps, publishes, events and totals. Not thread-safe."""
 
@@ -37,9 +41,7 @@ class Records:
         self.tokens = int(_number(before, "tokens"))
         self.rollout_s_before = _number(before, "rollout_s")
         self.wall_s_before = _number(before, "wall_s_before") + _number(before, "wall_s")
-        self.outcomes: Counter[str] = Counter(
-            {key: int(_number(before, key)) for key in ("accepted", "refused", "failed")}
-        )
+        self.outcomes: Counter[str] = Counter({key: int(_number(before, key)) for key in OUTCOMES})
         self.calibrations = int(_number(before, "calibrations"))
         self.calibrate_s = _number(before, "calibrate_s")
         self._settled = previous is None
@@ -54,7 +56,7 @@ class Records:
         self.served = {version for version in self.served if version <= step}
         for record in self.publishes:
             if record["version"] > step:
-                self.outcomes[outcome(record)] -= 1
+                self.outcomes.subtract(outcomes(record))
                 self.calibrations -= bool(record.get("calibrated"))
                 self.calibrate_s -= record.get("calibrate_s") or 0.0
         self.publishes = [r for r in self.publishes if r["version"] <= step]
@@ -69,7 +71,7 @@ class Records:
     def add_publish(self, record: Record) -> None:
         """A verdict on a candidate."""
         self.settle(record["version"] - 1)
-        self.outcomes[outcome(record)] += 1
+        self.outcomes.update(outcomes(record))
         self.calibrations += bool(record.get("calibrated"))
         self.calibrate_s += record.get("calibrate_s") or 0.0
         self.publishes.append(record)
@@ -103,13 +105,18 @@ def _number(summary: Mapping[str, Any], key: str) -> float:
     return float(value)
 
 
-def outcome(publish: Mapping[str, Any]) -> str:
-    """accepted (or demoted), refused by the gate, failed on the way there, or unjudged: in bf16."""
-    if publish["verdict"] in SWAPPED:
-        return "accepted"
+def outcomes(publish: Mapping[str, Any]) -> list[str]:
+    """Those of OUTCOMES that a publish counts as: accepted or demoted by what serves, refused by
+    what was turned down on the way, both if another candidate took over; failed if nothing serves
+    and nothing was judged; none of them if it went straight to bf16."""
+    verdict, found = publish["verdict"], []
+    if verdict in SWAPPED:
+        found.append(verdict)
     if was_refused(publish):
-        return "refused"
-    return "failed" if publish["verdict"] == "kept" else "unjudged"
+        found.append("refused")
+    elif verdict == "kept":
+        found.append("failed")
+    return found
 
 
 def thin(records: list[Record], key: str) -> None:

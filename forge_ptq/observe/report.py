@@ -28,7 +28,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from .phases import PhaseTimes
-from .records import WINDOW, Records
+from .records import OUTCOMES, WINDOW, Records
 from .run_dir import RunDir
 from .summary import (
     as_dict,
@@ -280,7 +280,7 @@ class RunReport:
             "max_perplexity_rise": _limit(self._config),
             "steps": max(last, self._resumed_from),
             "resumed_from": self._resumed_from,
-            **{key: kept.outcomes[key] for key in ("accepted", "refused", "failed")},
+            **{key: kept.outcomes[key] for key in OUTCOMES},
             "calibrations": kept.calibrations,
             "calibrate_s": round(kept.calibrate_s, 3),
             "reward_first10": mean(rewards[:WINDOW]),

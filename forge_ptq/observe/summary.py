@@ -39,13 +39,19 @@ SWAPPED = ("accepted", "demoted")
 
 
 def was_refused(publish: Mapping[str, Any]) -> bool:
-    """Whether a candidate reached the gate and was turned down.
+    """Whether a candidate reached the gate and was turned down, whatever served in the end.
 
     A publish that failed on the way there, such as one whose quantizer died, was not refused.
     """
-    if publish["verdict"] == "accepted":
-        return False
-    return bool(publish.get("refused", is_number(publish.get("perplexity_rise"))))
+    return bool(publish.get("refused"))
+
+
+def counts(summary: Mapping[str, Any]) -> str:
+    """What became of the publishes: "39 accepted, 1 demoted, 1 refused"."""
+    names = ("accepted", "demoted", "refused", "failed")
+    always = ("accepted", "refused")
+    found = ((summary.get(name, 0), name) for name in names)
+    return ", ".join(f"{count} {name}" for count, name in found if count or name in always)
 
 
 def as_dict(value: Any) -> dict[str, Any]:
@@ -56,11 +62,14 @@ def as_dict(value: Any) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """`value` as JSON can hold it: non-finite numbers become null, unknown objects text."""
+    """`value` as JSON can hold it: non-finite numbers become null, dataclasses objects, what is
+    unknown text."""
     if value is None or isinstance(value, str | bool):
         return value
     if isinstance(value, int | float):
         return value if math.isfinite(value) else None
+    if is_dataclass(value) and not isinstance(value, type):
+        return plain(as_dict(value))
     if isinstance(value, dict):
         return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple | set | frozenset):

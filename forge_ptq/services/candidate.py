@@ -118,10 +118,11 @@ class Candidate:
             self.manifest.weight_error,
         )
 
-    def report(self, verdict: Verdict) -> None:
+    def report(self, verdict: Verdict, refused: bool = False) -> None:
         """Copy what was measured into the verdict; times add up over attempts.
 
         Scores are those of the last quantized candidate: of a bf16 one only if there is no other.
+        refused: the guard turned this one down.
         """
         for name, value in self.numbers.items():
             before = getattr(verdict, name)
@@ -135,11 +136,15 @@ class Candidate:
         if self.divergence is None or (self.scheme and verdict.perplexity_rise is not None):
             return
         measured = self.divergence
+        if refused and self.scheme is None:
+            rises = [r for r in (verdict.refused_rise, measured.perplexity_rise) if r is not None]
+            verdict.refused_rise = max(rises, key=lambda rise: (math.isnan(rise), rise))
         verdict.token_kl, verdict.probe_looks = measured.token_kl, self.looks
         verdict.perplexity_rise, verdict.ci = measured.perplexity_rise, measured.ci
         verdict.kl, verdict.nll_rise = measured.kl, measured.nll_rise
         verdict.nll_perplexity_rise = measured.nll_perplexity_rise
         verdict.worst_sequence_rise = measured.worst_sequence_rise
+        verdict.context_ess = measured.context_ess
         verdict.probe_tokens, verdict.probe_sequences = measured.tokens, measured.sequences
 
 

@@ -36,7 +36,11 @@ class Verdict:
     """Schemes of the candidate's layers with their counts, as in "int8_dynamic:28 bf16:4"."""
     perplexity_rise: float | None = None
     """exp(mean KL) - 1 against the full-precision policy; by paired NLL where KL is unknown.
-    Of the refused candidate if one was refused, else of what serves."""
+    Of the quantized candidate scored last, which is the one that serves if one does (accepted,
+    demoted); of the version in bf16 only if no quantized candidate was scored."""
+    refused_rise: float | None = None
+    """The same of the worst quantized candidate that was refused, whatever came after it; None if
+    none was, or none of those had been scored."""
     nll_rise: float | None = None
     """Paired rise in NLL, nats per token."""
     nll_perplexity_rise: float | None = None
@@ -49,6 +53,9 @@ class Verdict:
     """99th percentile of the tokens' KL, nats."""
     probe_looks: int = 0
     """How often the guard looked; it asks for more rollouts while they do not decide."""
+    context_ess: float | None = None
+    """How far the probe's rollouts are from what the full-precision policy would have sampled:
+    effective sample size of its contexts among theirs, as a share of the tokens."""
     probe_tokens: int = 0
     probe_sequences: int = 0
     flop_share: dict[str, float] | None = None
@@ -68,8 +75,6 @@ class Verdict:
     weight_error_layer: str = ""
     code_flip_fraction: float | None = None
     """Share of the int8 weight codes that changed since the version quantized before."""
-    companion_id: str | None = None
-    """The same version in bf16 that serves beside it (ptq.ab, ptq.precision_by_load)."""
     transitions: tuple[Transition, ...] = ()
     """Of the state machine in ladder.py, in order; those of probations since the last publish
     come first."""

@@ -31,7 +31,7 @@ def test_summary_has_what_the_readme_promises(asynchronous):
     summary = run.summary()
     assert summary["status"] == "completed"
     assert summary["steps"] == 8
-    assert summary["accepted"] >= 3
+    assert summary["accepted"] + summary["demoted"] >= 3
     for key in ("reward_first10", "reward_last10", "tokens_per_s", "wall_s", "first_rollout_s"):
         assert summary[key] is not None, key
     for record in summary["publishes"]:
@@ -41,12 +41,23 @@ def test_summary_has_what_the_readme_promises(asynchronous):
 
 
 def test_corrupt_candidate_is_refused_and_never_serves(asynchronous):
+    """The demoted one after it does."""
     run, _ = asynchronous
-    by_version = {p["version"]: p for p in run.summary()["publishes"]}
-    assert by_version[5]["verdict"] == "kept", by_version[5]
-    assert by_version[5]["perplexity_rise"] > 0.03
-    assert 5 not in run.summary()["served_versions"]
-    assert by_version[4]["verdict"] == by_version[6]["verdict"] == "accepted"
+    summary = run.summary()
+    by_version = {p["version"]: p for p in summary["publishes"]}
+    fifth = by_version[5]
+    assert (fifth["verdict"], fifth["refused"], fifth["attempts"]) == ("demoted", True, 2), fifth
+    assert fifth["refused_rise"] > 0.03 > fifth["perplexity_rise"]
+    arrows = [t for p in summary["publishes"] for t in p["transitions"]]
+    (refused,) = (t for t in fifth["transitions"] if t["to"] == "refused")
+    assert refused["numbers"]["perplexity_rise"] == pytest.approx(fifth["refused_rise"])
+    assert refused["numbers"]["low"] > 0.03, "even the interval's lower end"
+    committed = {t["artifact_id"]: t["version"] for t in arrows if t["to"] == "committed"}
+    assert refused["artifact_id"] not in committed
+    assert committed[fifth["artifact_id"]] == 5
+    assert by_version[4]["verdict"] == "accepted"
+    assert by_version[6]["verdict"] == "demoted", "recover_after is 5"
+    assert summary["refused"] >= 1
 
 
 def test_files_of_a_run(asynchronous):

@@ -38,6 +38,12 @@ def run(tmp_path: Path, *, terminal: bool) -> str:
                 "reason": "over the limit",
             }
         )  # fmt: skip
+        report.add_publish(
+            {
+                "version": 4, "outcome": "demoted", "refused": True, "perplexity_rise": 0.01,
+                "refused_rise": 5.0, "reason": "over the limit; then demoted: within",
+            }
+        )  # fmt: skip
     print_summary(report.summary(), str(run_dir.path), console)
     return out.getvalue()
 
@@ -56,14 +62,23 @@ def test_plain_lines_without_a_terminal(tmp_path: Path) -> None:
     assert "1 in 2.5 s; the last: 75 % static" in text
     assert "version 3: kept: over the limit" in text
     assert "over the limit" in text
-    assert "1 accepted, 1 refused" in text
+    assert "1 accepted, 1 demoted, 2 refused" in text
+    assert "version 4: demoted, perplexity rise 1.00 %" in text
+    assert "refused at first" in text
     assert "results" in text
 
 
 def test_the_live_view_on_a_terminal(tmp_path: Path) -> None:
     text = run(tmp_path, terminal=True)
     assert "\x1b[" in text
-    for part in ("step 3/3", "serving version 2", "limit 3.00 %", "tokens/s", "train/step"):
+    for part in (
+        "step 3/3",
+        "serving version 4",
+        "1 demoted",
+        "limit 3.00 %",
+        "tokens/s",
+        "train/step",
+    ):
         assert part in text
     assert "version 3: kept" in text
 

@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from forge_ptq.observe import plot
@@ -20,6 +21,7 @@ from forge_ptq.observe.records import LIMIT
 from forge_ptq.observe.report import RunReport
 from forge_ptq.observe.run_dir import RunDir, create_run_dir
 from forge_ptq.observe.summary import mean, plain, write_json
+from forge_ptq.services.passage import Transition
 from forge_ptq.services.verdict import Verdict
 
 CONFIG = {"seed": 3, "model": "m", "ptq": {"guard": {"max_perplexity_rise": 0.03}}}
@@ -51,11 +53,20 @@ def test_a_whole_run(run_dir: RunDir) -> None:
         )
         report.add_publish(Verdict(20, "kept", "over 3 %", refused=True, perplexity_rise=4.0))
         report.add_publish(Verdict(25, "fell_back", refused=True, perplexity_rise=0.1))
+        told = Transition("probed", "refused", "over 3 %", {"low": 0.4, "high": math.inf}, 28)
+        report.add_publish(Verdict(28, "demoted", refused=True, transitions=(told,)))
         report.add_publish(Verdict(30, "kept", "the quantizer died"))
     summary = saved(run_dir)
     assert summary["status"] == "completed"
     assert summary["steps"] == 30
-    assert (summary["accepted"], summary["refused"], summary["failed"]) == (1, 2, 1)
+    counted = ("accepted", "demoted", "refused", "failed")
+    assert [summary[key] for key in counted] == [1, 1, 3, 1]
+    assert summary["publishes"][3]["transitions"] == [
+        {
+            "from_": "probed", "to": "refused", "why": "over 3 %", "version": 28,
+            "numbers": {"low": 0.4, "high": None}, "artifact_id": None,
+        }
+    ]  # fmt: skip
     assert summary["reward_first10"] == pytest.approx(5.5 / 60)
     assert summary["reward_last10"] == pytest.approx(25.5 / 60)
     assert summary["tokens"] == 3000
@@ -347,8 +358,6 @@ def test_phases_add_up_over_threads_and_count_failures(run_dir: RunDir) -> None:
 
 
 def test_mean_and_plain() -> None:
-    import numpy as np
-
     assert mean([]) is None
     assert mean([None, math.nan, True, "x"]) is None
     assert mean([1, math.inf, 3.0]) == 2
@@ -397,9 +406,16 @@ def test_the_picture_shows_what_happened(tmp_path: Path, monkeypatch: pytest.Mon
             "publishes": [
                 {"version": 2, "verdict": "accepted", "perplexity_rise": 0.01},
                 {"version": 3, "verdict": "kept", "refused": True, "perplexity_rise": 7.0},
+                {"version": 5, "verdict": "demoted", "refused": True, "perplexity_rise": 0.02,
+                 "refused_rise": 9.0},
+                {"version": 6, "verdict": "fell_back", "refused": True, "perplexity_rise": 0.05,
+                 "refused_rise": 0.045},
+                {"version": 7, "verdict": "kept", "refused": True, "refused_rise": None},
+                {"version": 8, "verdict": "fell_back", "refused": False, "perplexity_rise": 0.001},
                 {"version": 4, "verdict": "kept", "refused": False, "perplexity_rise": None},
             ],
-            "max_perplexity_rise": 0.03, "status": "failed",
+            "max_perplexity_rise": 0.03, "status": "failed", "steps": 4,
+            "accepted": 1, "demoted": 1, "refused": 4, "failed": 1,
         },
         tmp_path / "p.png",
     )  # fmt: skip
@@ -407,11 +423,22 @@ def test_the_picture_shows_what_happened(tmp_path: Path, monkeypatch: pytest.Mon
     legend = above.get_legend()
     assert legend is not None
     assert {t.get_text() for t in legend.get_texts()} == {
-        "each step", "mean of 5 steps", "swapped in", "refused", "publish failed",
+        "each step", "mean of 5 steps", "swapped in", "refused, then demoted", "refused",
+        "publish failed",
     }  # fmt: skip
-    texts = " ".join(t.get_text() for t in below.texts)
-    assert "700 % refused (off the scale)" in texts
-    assert "limit 3 %" in texts
+    assert sorted(t.get_text() for t in below.texts) == [
+        "4.5 % refused", "700 % refused (off the scale)", "900 % refused (off the scale)",
+        "limit 3 %", "refused (off the scale)",
+    ]  # fmt: skip
+    marked: dict[str, list[tuple[int, float]]] = {"o": [], "x": []}
+    for line in below.lines:
+        if (marker := str(line.get_marker())) in marked:
+            marked[marker] += [(int(x), float(y)) for x, y in np.asarray(line.get_xydata())]
+    assert marked["o"] == [(2, 1.0), (5, 2.0)]
+    assert [x for x, _ in marked["x"]] == [3, 5, 6, 7]
+    assert marked["x"][2] == (6, 4.5)
+    (title,) = (t.get_text() for t in drawn[0].texts if "steps" in t.get_text())
+    assert "4 steps, INT8 swaps: 1 accepted, 1 demoted, 4 refused, 1 failed" in title
 
 
 def test_run_folders(tmp_path: Path) -> None:

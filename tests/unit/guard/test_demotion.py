@@ -43,6 +43,7 @@ async def test_a_refused_candidate_is_demoted_until_it_passes(metrics):
     ]  # fmt: skip
     refused = verdict.transitions[1]
     assert refused.numbers["perplexity_rise"] > 0.2
+    assert verdict.refused_rise == refused.numbers["perplexity_rise"]
     assert refused.artifact_id != verdict.artifact_id
     assert verdict.perplexity_rise == pytest.approx(0.01005, rel=1e-3)
     assert "then demoted: perplexity rise 1.01%" in verdict.reason
