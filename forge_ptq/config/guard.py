@@ -86,14 +86,17 @@ class ABConfig(Block):
     """Share of the prompts answered in full precision."""
 
     min_prompts: PositiveInt = 32
-    """Prompts per arm before rewards are compared."""
+    """Prompts per arm before rewards are compared; then again at 2, 4 and 8 times as many, after
+    which a new comparison begins."""
 
     min_agreement: PositiveShare = 0.95
     """Mean reward of the quantized arm over that of the full-precision arm; less rolls back once
     the difference is significant at `significance`."""
 
     significance: TrueShare = 0.05
-    """Of the test of the difference (Welch's t over prompts, one-sided)."""
+    """Of the test of the difference (Welch's t over prompts, one-sided): the chance that rewards
+    take a healthy plan back within eight comparisons of 8 * `min_prompts` prompts per arm, all
+    their looks together; each has an eighth of it."""
 
 
 @dataclass(kw_only=True)

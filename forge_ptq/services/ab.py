@@ -1,9 +1,9 @@
 """Does the quantized policy earn what the full-precision one does? A test on live prompts.
 
     test = ABTest(cfg.ptq.ab)
-    for every finished episode whose completion says metadata["drawn"]:
-        test.add(group, metadata["arm"], reward)      # group: one call of generate
-    if test.verdict().failed: roll back
+    for every prompt whose samples all say metadata["drawn"] and were never restarted:
+        test.add(metadata["arm"], rewards of the samples)
+    if test.verdict().failed: roll back                   # after every training step
 
 The unit is the prompt, not the episode: the samples of one prompt share its difficulty, so they are
 not independent, and counting each would make any difference look certain. A prompt's reward is the
@@ -19,21 +19,40 @@ and spread), one-sided: is the quantized arm worse?
 Rewards are often 0 or 1; means of some 32 prompts are near enough to normal for that. A failure
 needs both: agreement under the threshold, since a certain but tiny loss is no reason to go back,
 and significance, since a large one may be chance.
+
+Every look at growing data gives chance another try: looked at after each training step, a test at
+5 % condemns a healthy plan in every fourth run. So there are few looks, and they share the error:
+
+    block    prompts until the smaller arm has 8 * min_prompts; then everything starts from nothing,
+             so a loss is found as fast after a thousand steps as after ten, and memory is bounded
+    look     in a block where the smaller arm has 1, 2, 4 and 8 times min_prompts
+    error    significance / BLOCKS for a block, of which each look has its share by size: a large
+             loss is seen at an early look all the same, a small one only at a late look
+
+By the union bound the chance to condemn a healthy plan is at most ``significance`` over BLOCKS
+blocks in a row, which are 64 * min_prompts prompts per arm, and ``significance / BLOCKS`` for each
+block beyond.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from forge_ptq.config.guard import ABConfig
 from forge_ptq.engine.admission import Arm
 
+LOOKS = (1, 2, 4, 8)
+"""Where a block is looked at: prompts of the smaller arm, in units of min_prompts."""
+BLOCKS = 8
+"""Blocks that share ``significance``."""
+
 
 @dataclass(frozen=True)
 class ABReport:
-    """The comparison so far. None where an arm has too few prompts to say."""
+    """The comparison in the block so far. None where an arm has too few prompts to say."""
 
     agreement: float | None
     """1 + (q - f) / |f| of the mean rewards q (quantized) and f (full precision): q / f where they
@@ -44,16 +63,43 @@ class ABReport:
     """One-sided: chance of a difference this low if the arms were equal. Needs two prompts each."""
     prompts_live: int
     prompts_companion: int
+    limit: float | None
+    """What p_value has to be under at this look; None where none was due."""
     failed: bool
-    """Both arms have min_prompts, agreement < min_agreement, and p_value < significance."""
+    """A look was due, agreement < min_agreement, and p_value < limit."""
 
 
 @dataclass
-class _Group:
-    arm: Arm
-    total: float = 0.0
+class Moments:
+    """Count, mean and sum of squared deviations of values as they come (Welford)."""
+
     count: int = 0
-    mixed: bool = False
+    mean: float = 0.0
+    squares: float = 0.0
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Moments:
+        """Of all of them."""
+        made = cls()
+        for value in values:
+            made.add(value)
+        return made
+
+    def add(self, value: float) -> None:
+        """One value more."""
+        self.count += 1
+        delta = value - self.mean
+        self.mean += delta / self.count
+        self.squares += delta * (value - self.mean)
+
+    @property
+    def error(self) -> float:
+        """Squared standard error of the mean; needs two values."""
+        return self.squares / (self.count - 1) / self.count
+
+
+def _arms() -> dict[Arm, Moments]:
+    return {"live": Moments(), "companion": Moments()}
 
 
 @dataclass
@@ -61,49 +107,53 @@ class ABTest:
     """Collects rewards of one artifact plan; make a new one when the plan changes."""
 
     cfg: ABConfig
-    _groups: dict[str, _Group] = field(default_factory=dict)
+    _arms: dict[Arm, Moments] = field(default_factory=_arms)
+    _looks: int = 0
+    """Entries of LOOKS that this block has reached."""
 
-    def add(self, group: str, arm: Arm, reward: float) -> None:
-        """One episode's reward. group: unique for each call of ``generate``.
+    def add(self, arm: Arm, rewards: Sequence[float]) -> None:
+        """The rewards of all samples of one prompt.
 
-        A group seen in both arms counts in neither: some of its samples were restarted on the other
-        slot, and those were the long ones. ValueError for another arm or a reward that is not
-        finite.
+        ValueError for another arm, no reward, or one that is not finite.
         """
-        if arm not in ("live", "companion"):
+        if arm not in self._arms:
             raise ValueError(f"arm is {arm!r}, expected live or companion")
-        if not math.isfinite(reward):
-            raise ValueError(f"reward of group {group!r} is {reward!r}, expected a finite number")
-        entry = self._groups.setdefault(group, _Group(arm))
-        entry.mixed |= entry.arm != arm
-        entry.total += reward
-        entry.count += 1
+        if not rewards or not all(math.isfinite(reward) for reward in rewards):
+            raise ValueError(f"rewards are {list(rewards)!r}, expected finite numbers")
+        self._arms[arm].add(math.fsum(rewards) / len(rewards))
 
     def verdict(self) -> ABReport:
-        """What the rewards say now."""
-        live, companion = self._means("live"), self._means("companion")
-        n_live, n_companion = len(live), len(companion)
-        if not live or not companion:
-            return ABReport(None, None, None, n_live, n_companion, failed=False)
-        q, f = math.fsum(live) / n_live, math.fsum(companion) / n_companion
-        p = welch_less(live, companion)
-        agreement = _agreement(q, f)
-        enough = min(n_live, n_companion) >= self.cfg.min_prompts
-        low = agreement < self.cfg.min_agreement
-        failed = enough and low and p is not None and p < self.cfg.significance
-        return ABReport(agreement, q - f, p, n_live, n_companion, failed)
+        """What the rewards say now. After a block's last look the next block begins."""
+        live, companion = self._arms["live"], self._arms["companion"]
+        agreement = difference = p = None
+        if live.count and companion.count:
+            agreement = _agreement(live.mean, companion.mean)
+            difference = live.mean - companion.mean
+            p = welch_less(live, companion)
+        limit = self._due(min(live.count, companion.count))
+        low = agreement is not None and agreement < self.cfg.min_agreement
+        failed = low and limit is not None and p is not None and p < limit
+        if self._looks == len(LOOKS):
+            self._arms, self._looks = _arms(), 0
+        return ABReport(agreement, difference, p, live.count, companion.count, limit, failed)
 
-    def state(self) -> list[list[Any]]:
-        """JSON for ``restore``: [group, arm, sum, count, mixed] of every group."""
-        return [[n, g.arm, g.total, g.count, g.mixed] for n, g in self._groups.items()]
+    def _due(self, prompts: int) -> float | None:
+        """The error that a look now may take: the shares of all looks that came due since the last
+        one; None if none did. prompts: of the smaller arm."""
+        reached = sum(size * self.cfg.min_prompts <= prompts for size in LOOKS)
+        due = LOOKS[self._looks : reached]
+        self._looks = reached
+        return self.cfg.significance / BLOCKS * sum(due) / sum(LOOKS) if due else None
 
-    def restore(self, state: list[list[Any]]) -> None:
+    def state(self) -> dict[str, Any]:
+        """JSON for ``restore``."""
+        arms = {arm: [m.count, m.mean, m.squares] for arm, m in self._arms.items()}
+        return {"arms": arms, "looks": self._looks}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""
-        self._groups = {str(name): _Group(*rest) for name, *rest in state}
-
-    def _means(self, arm: Arm) -> list[float]:
-        groups = self._groups.values()
-        return [g.total / g.count for g in groups if g.arm == arm and not g.mixed]
+        self._arms = {arm: Moments(*state["arms"][arm]) for arm in _arms()}
+        self._looks = int(state["looks"])
 
 
 def _agreement(q: float, f: float) -> float:
@@ -114,30 +164,21 @@ def _agreement(q: float, f: float) -> float:
     return 1 + (q - f) / abs(f)
 
 
-def welch_less(sample: list[float], other: list[float]) -> float | None:
+def welch_less(sample: Moments, other: Moments) -> float | None:
     """One-sided p of Welch's t test against "the mean of ``sample`` is lower than of ``other``".
 
     None with fewer than two values in either. Without any spread the means are all there is: 0.0,
     0.5 or 1.0.
     """
-    if min(len(sample), len(other)) < 2:
+    if min(sample.count, other.count) < 2:
         return None
-    mean_a, share_a = _mean_and_error(sample)
-    mean_b, share_b = _mean_and_error(other)
-    difference, square = mean_a - mean_b, share_a + share_b
+    difference, square = sample.mean - other.mean, sample.error + other.error
     if square == 0:
         return 0.5 if difference == 0 else float(difference > 0)
     # Of shares, not of squares themselves: those of tiny spreads would underflow.
-    a, b = share_a / square, share_b / square
-    df = 1 / (a * a / (len(sample) - 1) + b * b / (len(other) - 1))
+    a, b = sample.error / square, other.error / square
+    df = 1 / (a * a / (sample.count - 1) + b * b / (other.count - 1))
     return student_cdf(difference / math.sqrt(square), df)
-
-
-def _mean_and_error(values: list[float]) -> tuple[float, float]:
-    """Mean, and squared standard error of it."""
-    n = len(values)
-    mean = math.fsum(values) / n
-    return mean, math.fsum((v - mean) ** 2 for v in values) / (n - 1) / n
 
 
 def student_cdf(t: float, df: float) -> float:

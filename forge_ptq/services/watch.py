@@ -6,7 +6,8 @@ such a publish to end; if that has replaced the guilty artifact meanwhile nothin
 
 What is gone back to, in this order:
 
-    exactly      the last confirmed artifact, if rollouts of its version can still be trained on
+    exactly      the last confirmed artifact, if rollouts of its version can still be trained on;
+                 after an A/B test none of the plan that failed it
     in bf16      the version that serves, as it was pushed
 
 If neither works the guilty artifact serves on and the next call tries again; the next publish is a
@@ -22,6 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from forge_ptq import store
+from forge_ptq.engine.admission import Arm
 from forge_ptq.services import guard, publish_metrics
 from forge_ptq.services.ab import ABTest
 from forge_ptq.services.candidate import Candidate
@@ -46,32 +48,43 @@ class Watch:
         self.parts = parts
         self.probation = Probation(parts.cfg.guard.probation)
         self._reason = ""
-        self._offers = 0
         self._ab: ABTest | None = None
         self._ab_plan = FULL_PRECISION
 
     # ---- evidence
 
     def offer(self, episodes: Iterable[Any]) -> None:
-        """Finished episodes, those of a prompt together: an A/B test takes those whose arm was
-        drawn, of the plan that serves."""
+        """Finished episodes, all of a prompt in one call: an A/B test takes the prompts whose arm
+        was drawn, of the plan that serves."""
         test = self._test()
-        self._offers += 1
         if test is None:
             return
+        prompts: dict[object, list[Any]] = {}
         for episode in episodes:
-            completion = episode.completion
-            metadata: Mapping[str, Any] = getattr(completion, "metadata", None) or {}
-            arm, artifact_id = metadata.get("arm"), metadata.get("artifact_id", "")
-            reward = float("nan") if episode.reward is None else float(episode.reward)
-            if arm not in ("live", "companion") or not metadata.get("drawn"):
-                continue
-            if not math.isfinite(reward):
-                continue
-            if self.parts.serving.plan_behind(artifact_id) == self._ab_plan:
-                # A prompt may be asked again: a call of generate is what an arm is drawn for.
-                group = f"{self._offers}:{prompt_digest(completion.prompt_ids)}"
-                test.add(group, arm, reward)
+            digest = prompt_digest(episode.completion.prompt_ids)
+            prompts.setdefault(digest, []).append(episode)
+        for group in prompts.values():
+            rewards = [math.nan if e.reward is None else float(e.reward) for e in group]
+            arm = self._arm(group)
+            if arm is not None and all(map(math.isfinite, rewards)):
+                test.add(arm, rewards)
+
+    def _arm(self, group: Sequence[Any]) -> Arm | None:
+        """Where all samples of a prompt were made, by the plan under test; None if that is not so.
+
+        One that was restarted is among the long ones, which earn otherwise than the rest: without
+        it the others would stand for a prompt that they are no fair sample of.
+        """
+        found = {self._origin(getattr(e.completion, "metadata", None) or {}) for e in group}
+        return found.pop() if len(found) == 1 else None
+
+    def _origin(self, metadata: Mapping[str, Any]) -> Arm | None:
+        arm: Arm | None = metadata.get("arm")
+        fair = metadata.get("drawn") and not metadata.get("resubmitted")
+        if not fair or arm not in ("live", "companion"):
+            return None
+        plan = self.parts.serving.plan_behind(metadata.get("artifact_id", ""))
+        return arm if plan == self._ab_plan else None
 
     def _test(self) -> ABTest | None:
         """The A/B test of the plan that serves; None if there is none."""
@@ -100,15 +113,19 @@ class Watch:
                     "agreement": report.agreement,
                     "difference": report.difference,
                     "p_value": report.p_value,
+                    "limit": report.limit,
                 }
             )
             reason = (
                 f"reward agreement {report.agreement:.1%} with full precision, limit "
-                f"{self.parts.cfg.ab.min_agreement:.1%}, p = {report.p_value:.3g}"
+                f"{self.parts.cfg.ab.min_agreement:.1%}, p = {report.p_value:.3g} under "
+                f"{report.limit:.3g}"
             )
-            current = self.parts.serving.current
-            assert current is not None
-            self._condemn(self._ab_plan, (current.ref.artifact_id,), reason, numbers)
+            # Prompts of all its artifacts went into the test; that the trainer agrees with one of
+            # them, which is what confirms it, says nothing of rewards.
+            history = self.parts.serving.history
+            bad = [s.ref.artifact_id for s in history if s.plan == self._ab_plan]
+            self._condemn(self._ab_plan, bad, reason, numbers)
 
     def _act(self, judgement: Judgement) -> None:
         serving = self.parts.serving
@@ -232,7 +249,6 @@ class Watch:
         return {
             "probation": self.probation.state(),
             "reason": self._reason,
-            "offers": self._offers,
             "ab_plan": self._ab_plan,
             "ab": None if self._ab is None else self._ab.state(),
         }
@@ -240,7 +256,7 @@ class Watch:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Inverse of ``state``; ValueError for anything else."""
         try:
-            self._reason, self._offers = str(state["reason"]), int(state["offers"])
+            self._reason = str(state["reason"])
             self.probation.restore(state["probation"])
             self._ab_plan = str(state["ab_plan"])
             if state["ab"] is not None and self.parts.cfg.ab.enabled:

@@ -7,10 +7,19 @@ import math
 import random
 import statistics
 
+import numpy as np
 import pytest
 
 from forge_ptq.config.guard import ABConfig
-from forge_ptq.services.ab import ABTest, incomplete_beta, student_cdf, welch_less
+from forge_ptq.services import ab
+from forge_ptq.services.ab import ABTest, Moments, incomplete_beta, student_cdf
+
+SIZES = [32, 64, 128, 256]
+"""Prompts of the smaller arm at the looks of a block, with min_prompts = 32."""
+
+
+def welch_less(sample: list[float], other: list[float]) -> float | None:
+    return ab.welch_less(Moments.of(sample), Moments.of(other))
 
 
 def integral_cdf(t: float, df: float) -> float:
@@ -99,10 +108,20 @@ def test_p_is_uniform_when_nothing_differs() -> None:
 
 def fed(live: list[float], full: list[float], **cfg: float) -> ABTest:
     test = ABTest(ABConfig(**cfg))  # type: ignore[arg-type]
-    for arm, rewards in (("live", live), ("companion", full)):
-        for index, reward in enumerate(rewards):
-            test.add(f"{arm}-{index}", arm, reward)  # type: ignore[arg-type]
+    for reward in live:
+        test.add("live", [reward])
+    for reward in full:
+        test.add("companion", [reward])
     return test
+
+
+def test_moments_are_those_of_the_values() -> None:
+    rng = np.random.default_rng(0)
+    for values in (rng.normal(1e6, 1e-3, 301), np.full(77, 0.1), rng.random(2)):
+        moments = Moments.of(values.tolist())
+        assert moments.mean == pytest.approx(float(values.mean()), rel=1e-13)
+        error = float(values.var(ddof=1)) / len(values)
+        assert moments.error == pytest.approx(error, rel=1e-6, abs=1e-30)
 
 
 def test_a_clear_loss_fails_and_says_how_much() -> None:
@@ -111,7 +130,8 @@ def test_a_clear_loss_fails_and_says_how_much() -> None:
     assert report.agreement == pytest.approx(0.5 / 0.9)
     assert report.difference == pytest.approx(-0.4)
     assert report.p_value is not None
-    assert report.p_value < 1e-10
+    assert report.limit is not None
+    assert report.p_value < 1e-10 < report.limit
     assert (report.prompts_live, report.prompts_companion) == (40, 40)
 
 
@@ -132,22 +152,117 @@ def test_what_does_not_fail(live: list[float], full: list[float], why: str) -> N
 def test_the_prompt_is_the_unit() -> None:
     """Thirty-two samples of one prompt each are one prompt an arm: no significance from them."""
     test = ABTest(ABConfig(min_prompts=1))
-    for _ in range(32):
-        test.add("a", "live", 0.0)
-        test.add("b", "companion", 1.0)
+    test.add("live", [0.0] * 31 + [33.0])
+    test.add("companion", [1.0] * 32)
     report = test.verdict()
     assert (report.prompts_live, report.prompts_companion) == (1, 1)
     assert report.p_value is None
     assert not report.failed
-    test.add("a", "live", 33.0)
-    assert test.verdict().difference == pytest.approx(0.0)
+    assert report.difference == pytest.approx(33 / 32 - 1)
 
 
-def test_groups_of_both_arms_count_in_neither() -> None:
-    test = fed([1.0] * 3, [1.0] * 2)
-    test.add("live-0", "companion", 0.0)
-    report = test.verdict()
-    assert (report.prompts_live, report.prompts_companion, report.agreement) == (2, 2, 1.0)
+def test_it_looks_when_the_smaller_arm_has_doubled_and_then_starts_anew() -> None:
+    test = ABTest(ABConfig())
+    looks, limits = [], []
+    for number in range(1, 2 * SIZES[-1] + 1):
+        test.add("live", [1.0])
+        for _ in range(3):
+            test.add("companion", [1.0])
+        report = test.verdict()
+        if report.limit is not None:
+            looks.append(number)
+            limits.append(report.limit)
+            assert report.prompts_companion == 3 * report.prompts_live
+    assert looks == SIZES + [SIZES[-1] + size for size in SIZES]
+    assert sum(limits[:4]) == pytest.approx(0.05 / ab.BLOCKS)
+    assert limits[:4] == limits[4:]
+    assert limits[:4] == sorted(limits[:4])
+    assert test.verdict().prompts_live == test.verdict().prompts_companion == 0
+
+
+def test_looks_that_are_skipped_leave_their_error_to_the_next() -> None:
+    assert fed([1.0] * 300, [1.0] * 300).verdict().limit == pytest.approx(0.05 / ab.BLOCKS)
+    test = fed([1.0] * 70, [1.0] * 90)
+    assert test.verdict().limit == pytest.approx(0.05 / ab.BLOCKS * 3 / 15)
+    assert test.verdict().limit is None, "nothing new"
+
+
+def test_between_looks_nothing_fails() -> None:
+    test = fed([1.0] * 32, [1.0] * 32)
+    assert not test.verdict().failed
+    for _ in range(31):
+        test.add("live", [0.0])
+        test.add("companion", [1.0])
+        report = test.verdict()
+        assert not report.failed
+    assert report.p_value is not None
+    assert report.p_value < 1e-9, "it would have"
+    test.add("live", [0.0])
+    test.add("companion", [1.0])
+    assert test.verdict().failed
+
+
+STEPS, PER_STEP, MIN_PROMPTS = 256, 4, 16
+"""A run of BLOCKS blocks, PER_STEP prompts per arm and training step."""
+
+
+def rewards(runs: int, seed: int) -> np.ndarray:
+    """Of both arms in every step of every run, all healthy: [runs, STEPS, 2, PER_STEP] float64.
+
+    The means of 8 samples that are right or wrong, of prompts that differ in difficulty.
+    """
+    rng = np.random.default_rng(seed)
+    difficulty = rng.beta(1.2, 0.8, (runs, STEPS, 2, PER_STEP))
+    return rng.binomial(8, difficulty) / 8
+
+
+def found(run: np.ndarray) -> int | None:
+    """The step in which a run is taken back."""
+    test = ABTest(ABConfig(min_prompts=MIN_PROMPTS))
+    for step, (live, full) in enumerate(run.tolist()):
+        for reward in live:
+            test.add("live", [reward])
+        for reward in full:
+            test.add("companion", [reward])
+        if test.verdict().failed:
+            return step
+    return None
+
+
+def test_over_a_whole_run_no_more_healthy_plans_fail_than_significance_says() -> None:
+    """Of 500 runs of 256 steps at most 5 % are taken back, looked at after every one of them; a
+    test that peeks as often at all the data takes back four times as many."""
+    assert ab.BLOCKS * ab.LOOKS[-1] * MIN_PROMPTS == STEPS * PER_STEP
+    runs = rewards(500, seed=1)
+    false = sum(found(run) is not None for run in runs)
+    assert 0 < false <= 0.05 * len(runs)
+    n = np.arange(1, STEPS + 1) * PER_STEP
+    total, squares = runs.sum(-1).cumsum(1), (runs**2).sum(-1).cumsum(1)
+    mean = total / n[:, None]
+    error = (squares / n[:, None] - mean**2) / (n[:, None] - 1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        t = (mean[..., 0] - mean[..., 1]) / np.sqrt(error.sum(-1))
+    peeking = (t < -1.645) & (mean[..., 0] < 0.95 * mean[..., 1]) & (n >= MIN_PROMPTS)
+    assert peeking.any(1).mean() > 0.2
+
+
+@pytest.mark.parametrize("onset", [0, 100])
+def test_a_late_loss_is_found_as_fast_as_an_early_one(onset: int) -> None:
+    """A loss of 30 %: in nine of ten runs within two blocks, 64 steps, of its beginning, the 100
+    good steps before it notwithstanding."""
+    runs = rewards(60, seed=2)[:, : onset + 64]
+    runs[:, onset:, 0] *= 0.7
+    steps = [found(run) for run in runs]
+    assert sum(step is not None and step >= onset for step in steps) >= 54
+
+
+def test_memory_is_bounded() -> None:
+    test = ABTest(ABConfig())
+    before = len(json.dumps(test.state()))
+    for number in range(5000):
+        test.add("live", [number % 7 / 7])  # no companion is ever drawn
+        test.verdict()
+    assert len(json.dumps(test.state())) < before + 60
 
 
 def test_agreement_of_rewards_that_are_not_positive() -> None:
@@ -157,17 +272,22 @@ def test_agreement_of_rewards_that_are_not_positive() -> None:
 
 
 def test_state_survives_json() -> None:
-    test = fed([0.5, 0.25, 1.0], [1.0, 0.75])
+    test = fed([0.5, 0.25] * 20, [1.0, 0.75] * 20)
+    assert test.verdict().limit is not None
     other = ABTest(test.cfg)
     other.restore(json.loads(json.dumps(test.state())))
-    assert other.verdict() == test.verdict()
-    other.add("live-0", "live", 0.0)
+    report = other.verdict()
+    assert report == test.verdict()
+    assert report.limit is None, "a look is not taken twice"
+    other.add("live", [0.0])
     assert other.verdict() != test.verdict()
 
 
 def test_wrong_rewards_and_arms_are_refused() -> None:
     test = ABTest(ABConfig())
     with pytest.raises(ValueError, match="arm is 'left'"):
-        test.add("a", "left", 1.0)  # type: ignore[arg-type]
+        test.add("left", [1.0])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="nan"):
-        test.add("a", "live", math.nan)
+        test.add("live", [1.0, math.nan])
+    with pytest.raises(ValueError, match=r"\[\]"):
+        test.add("live", [])

@@ -17,6 +17,7 @@ from tests.unit.guard.support import (
     arm,
     bad_below,
     launch,
+    records,
 )
 
 
@@ -160,3 +161,77 @@ async def test_what_making_a_companion_raises_is_logged(monkeypatch, caplog):
     await ptq.accompanied()
     assert "a bug" in caplog.text
     assert (await ptq.publish(2)).outcome == "accepted"
+
+
+async def offered(ptq: Any, numbers: range, live: float = 0.2, **metadata: Any) -> None:
+    """Prompts of both arms, two samples each; the metadata is of one sample in the live arm."""
+    for number in numbers:
+        noise = 0.01 * (number % 3)
+        poor = arm(ptq, "live", live + noise, number)
+        odd = arm(ptq, "live", metadata.pop("reward", live + noise), number, **metadata)
+        await ptq.offer([poor, odd])
+        await ptq.offer([arm(ptq, "companion", 1.0 + noise, number)] * 2)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"resubmitted": 1},
+        {"drawn": False, "resubmitted": 1},
+        {"drawn": False},
+        {"arm": "companion"},
+        {"artifact_id": "of another plan"},
+        {"reward": None},
+    ],
+    ids=str,
+)
+async def test_a_prompt_with_one_sample_that_does_not_count_counts_not_at_all(odd):
+    """What is left of it are the short samples, say: no fair sample of the prompt."""
+    ptq = await launch(
+        Generators(), FakeFleet("int8_static", LAYERS), ab__enabled=True, ab__min_prompts=4
+    )
+    await ptq.publish(1)
+    await ptq.accompanied()
+    for number in range(10):
+        await offered(ptq, range(number, number + 1), **odd)
+    assert await ptq.watch(2, [], 0) is None
+    await offered(ptq, range(10, 20))
+    assert await ptq.watch(3, [], 0) is not None
+
+
+async def test_after_rewards_disagree_only_another_plan_is_gone_back_to():
+    """What is confirmed, is so by the mismatch, which says nothing of rewards."""
+    generators, fleet = Generators(), FakeFleet("int8_static", LAYERS)
+    ptq = await launch(generators, fleet, ab__enabled=True, ab__min_prompts=4)
+    same = await ptq.publish(1)
+    await ptq.watch(1, records(same), 0)
+    fleet.scheme = "int8_dynamic"
+    other = await ptq.publish(2)
+    await ptq.watch(2, records(other), 0)
+    fleet.scheme = "int8_static"
+    await ptq.publish(3)
+    await ptq.accompanied()
+    assert [s.confirmed for s in ptq.serving.history] == [True, True, False]
+    await offered(ptq, range(10))
+    rollback = await ptq.watch(4, [], oldest_usable=0)
+    assert rollback is not None
+    assert (rollback.artifact_to, rollback.exact) == (other.artifact_id, True)
+    assert set(ptq.ladder.banned) == {same.artifact_id, rollback.artifact_from}
+    await agree(generators, ptq)
+
+
+async def test_with_no_other_plan_to_go_back_to_it_serves_in_bf16():
+    generators = Generators()
+    ptq = await launch(
+        generators, FakeFleet("int8_static", LAYERS), ab__enabled=True, ab__min_prompts=4
+    )
+    same = await ptq.publish(1)
+    await ptq.watch(1, records(same), 0)
+    await ptq.publish(2)
+    await ptq.accompanied()
+    await offered(ptq, range(10))
+    rollback = await ptq.watch(3, [], oldest_usable=0)
+    assert rollback is not None
+    assert (rollback.version_to, rollback.exact) == (2, False)
+    assert same.artifact_id not in await store.artifact_ids(), "it is not kept for nothing"
+    await agree(generators, ptq)
