@@ -83,16 +83,19 @@ class Saving:
         return checkpoint.enable and (last or step % checkpoint.interval == 0)
 
     async def trained(self, step: int) -> None:
-        """Tells of a checkpoint that the trainer could not save."""
+        """Tells of a checkpoint that the trainer could not save, and of what failed beside one."""
         self._step = step
         if not self._due(step):
             return
-        errors = (await self._forge.trainer.save_error.call()).values()
-        error = next((error for error in errors if error), "")
+        errors = list((await self._forge.trainer.save_errors.call()).values())
+        error = next((error for error, _ in errors if error), "")
+        undone = next((undone for _, undone in errors if undone), "")
         if error:
             self._event(f"the checkpoint of step {step} is not saved: {error}")
         else:
             self._saved = step
+        if undone:
+            self._event(f"left undone after step {step}: {undone}")
 
     async def guard(self, step: int) -> None:
         """Saves the guard state beside the checkpoint of `step`, if there is one.

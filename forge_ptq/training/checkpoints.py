@@ -34,6 +34,11 @@ class SaveError(RuntimeError):
     """A checkpoint that could not be written; the ones before it are as they were."""
 
 
+class TidyError(RuntimeError):
+    """A checkpoint that is saved, complete and resumed from, after which something was not done:
+    LATEST is an old one, or older checkpoints are still there. The next save does it."""
+
+
 def path_of(folder: Path, step: int) -> Path:
     """Where the checkpoint of `step` is, or would be."""
     return folder / f"step-{step:08d}"
@@ -59,7 +64,8 @@ def save(
     `tensors` goes to torch.distributed.checkpoint, `state` (JSON) to state.json. Afterwards all but
     the newest `keep` are removed; 0 keeps all. Where the step is saved already only its state is
     written anew: its tensors are the same, and taking it away first would risk having none.
-    SaveError, on every rank, with the cause on the rank that met it.
+    SaveError if it is not saved, TidyError if it is but not what comes after, on every rank, with
+    the cause on the rank that met it.
     """
     final = path_of(folder, step)
     writing = folder / f".writing-{final.name}"
@@ -95,7 +101,7 @@ def save(
         causes = [f"rank {n}: {type(e).__name__}: {e}" for n, (e, _) in error.failures.items()]
         raise SaveError(f"{final}: {', '.join(causes)}; {_free(folder)}") from error
     _on_rank_0(finish, final)
-    _on_rank_0(tidy, final)
+    _on_rank_0(tidy, final, TidyError)
     return final
 
 
@@ -140,8 +146,10 @@ def _is_rank_0() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def _on_rank_0(action: Callable[[], None], final: Path) -> None:
-    """Runs `action` on rank 0 while the others wait; SaveError on all of them if it fails."""
+def _on_rank_0(
+    action: Callable[[], None], final: Path, failure: type[RuntimeError] = SaveError
+) -> None:
+    """Runs `action` on rank 0 while the others wait; `failure` on all of them if it fails."""
     problem: list[str | None] = [None]
     if _is_rank_0():
         try:
@@ -151,7 +159,7 @@ def _on_rank_0(action: Callable[[], None], final: Path) -> None:
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast_object_list(problem, src=0)
     if problem[0] is not None:
-        raise SaveError(f"{final}: {problem[0]}")
+        raise failure(f"{final}: {problem[0]}")
 
 
 def _free(folder: Path) -> str:

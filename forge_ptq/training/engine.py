@@ -79,6 +79,8 @@ class TrainEngine:
         the inputs: a value for each of mismatch.COLUMNS. Empty where the loss compares nothing."""
         self.save_error = ""
         """Why the last checkpoint that was due could not be saved; empty if it was."""
+        self.left_undone = ""
+        """What failed beside it: the HF format, LATEST, removing old ones; empty if nothing did."""
 
     # ---- training ----
 
@@ -182,25 +184,30 @@ class TrainEngine:
     def save_if_due(self) -> Path | None:
         """Saves every checkpoint.interval steps and after the last one; HF format then too.
 
-        A save that fails does not end the training: `save_error` says why, the next one is due
-        after the next interval.
+        What fails does not end the training, the next save is due after the next interval:
+        `save_error` says why the step is not saved, `left_undone` what failed beside it.
         """
         config = self.config.checkpoint
         last = self.step_count == self.config.training.steps
         if not config.enable or not (last or self.step_count % config.interval == 0):
             return None
-        self.save_error, saved = "", None
+        self.save_error, undone, saved = "", [], None
         if last and config.last_save_in_hf:
             try:
                 self.export(self._folder / "hf")
             except (OSError, SafetensorError) as error:
-                self.save_error = f"{self._folder / 'hf'}: {error}"
+                undone.append(f"{self._folder / 'hf'}: {error}")
         try:
             saved = self.save()
+        except checkpoints.TidyError as error:
+            saved = checkpoints.path_of(self._folder, self.step_count)
+            undone.append(str(error))
         except checkpoints.SaveError as error:
             self.save_error = str(error)
-        if self.save_error:
-            log.error("step %d is not saved: %s", self.step_count, self.save_error)
+            log.error("step %d is not saved: %s", self.step_count, error)
+        self.left_undone = "; ".join(undone)
+        if undone:
+            log.error("left undone after step %d: %s", self.step_count, self.left_undone)
         return saved
 
     def export(self, target: str | Path) -> None:

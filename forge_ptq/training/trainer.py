@@ -146,9 +146,10 @@ class TitanTrainer(ForgeActor):
         return self.engine.step_count
 
     @endpoint
-    async def save_error(self) -> str:
-        """Why the last checkpoint that was due could not be saved; empty if it was."""
-        return self.engine.save_error
+    async def save_errors(self) -> tuple[str, str]:
+        """Of the last checkpoint that was due: why it could not be saved, and what failed beside
+        it (see TrainEngine.left_undone); empty for what went well."""
+        return self.engine.save_error, self.engine.left_undone
 
     @endpoint
     async def resume_step(self) -> int:

@@ -50,14 +50,14 @@ class Run:
         self.cfg = cfg
         self.report = RunReport(create_run_dir(folder, "run", "x.yaml"))
         self.folder = self.report.run_dir.checkpoint("checkpoint")
-        self.error = ""
+        self.error = self.undone = ""
         self.saved: Any = None
 
-        async def save_error() -> dict[int, str]:
-            return {0: "", 1: self.error}
+        async def save_errors() -> dict[int, tuple[str, str]]:
+            return {0: ("", self.undone), 1: (self.error, "")}
 
         forge: Any = SimpleNamespace(
-            trainer=SimpleNamespace(save_error=SimpleNamespace(call=save_error)),
+            trainer=SimpleNamespace(save_errors=SimpleNamespace(call=save_errors)),
             ptq=SimpleNamespace(
                 state=lambda: PUBLISHER, fleet=SimpleNamespace(calibration=make(7).calibration)
             ),
@@ -164,6 +164,15 @@ async def test_a_checkpoint_that_was_not_saved_is_told_of_and_has_no_guard_state
         "the newest checkpoint is of step 18, not of 20",
     ]
     assert guard_state.found(run.folder) == [(18, 1)]
+
+
+async def test_what_failed_beside_a_saved_checkpoint_is_told_of_and_costs_no_guard_state(tmp_path):
+    run = Run(tmp_path)
+    run.undone = "hf: no space"
+    await run.step(20, version=19)
+    await run.saving.close()
+    assert run.events() == ["left undone after step 20: hf: no space"]
+    assert guard_state.found(run.folder) == [(20, 1)]
 
 
 async def test_writing_holds_nothing_up_and_failing_ends_nothing(tmp_path, monkeypatch):

@@ -171,6 +171,20 @@ def test_last_checkpoint_is_a_hf_folder_too(policies, tmp_path):
     torch.testing.assert_close(got, expected, atol=0.05, rtol=0.05)  # exported in bf16
 
 
+def test_a_checkpoint_is_saved_though_what_comes_beside_it_fails(policies, tmp_path):
+    """The HF folder lacks what is copied into it, and a folder lies where LATEST goes."""
+    (tmp_path / "LATEST").mkdir()
+    engine = TrainEngine(config(policies["llama_tied"], tmp_path, steps=1), GRPOLoss())
+    engine.step(*([x] for x in batch()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "assets", tmp_path / "gone")
+        assert engine.save_if_due() == checkpoints.path_of(tmp_path, 1)
+    assert engine.save_error == ""
+    assert str(tmp_path / "hf") in engine.left_undone
+    assert "IsADirectoryError" in engine.left_undone
+    assert TrainEngine(config(policies["llama_tied"], tmp_path), GRPOLoss()).resume() == 1
+
+
 def test_death_at_every_point_of_a_save_leaves_a_whole_checkpoint(tmp_path):
     """A child is killed with SIGKILL at the n-th file-system operation of a save, for every n."""
     script = Path(__file__).with_name("checkpoint_killer.py")
