@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from forge_ptq.numerics.clusters import t_quantile
 from forge_ptq.observe.summary import is_number, mean
-from forge_ptq.services.ab import student_cdf
 
 CURVES = ("reward", "mismatch_k3", "ess", "left_out")
 """Of every training step. `left_out`: share of the tokens that masks and vetoes took."""
@@ -38,7 +38,7 @@ class Run:
     rises: dict[int, float]
     """Perplexity rise of the quantized candidates, by version: those that served."""
     outcomes: dict[str, int] = field(default_factory=dict)
-    """Publishes by verdict; `refused` counts candidates that the gate turned down."""
+    """Publishes by verdict; `refused` counts those in which the gate turned a candidate down."""
     tokens_per_s: float | None = None
     wall_s: float | None = None
 
@@ -94,15 +94,6 @@ def _value(step: Mapping[str, Any], name: str) -> float | None:
     return float(value) if is_number(value) else None
 
 
-def t_quantile(df: int, confidence: float = CONFIDENCE) -> float:
-    """t with P(|T| <= t) = confidence, by bisection of the distribution function."""
-    low, high, wanted = 0.0, 1e4, 0.5 + confidence / 2
-    for _ in range(80):
-        middle = (low + high) / 2
-        low, high = (middle, high) if student_cdf(middle, df) < wanted else (low, middle)
-    return high
-
-
 def estimate(values: Sequence[float | None]) -> dict[str, float | int | None]:
     """{"mean", "half", "n"} of the numbers among `values`; `half` of the interval is None for fewer
     than two."""
@@ -112,7 +103,7 @@ def estimate(values: Sequence[float | None]) -> dict[str, float | int | None]:
         return {"mean": numbers[0] if n else None, "half": None, "n": n}
     middle = math.fsum(numbers) / n
     spread = math.sqrt(math.fsum((v - middle) ** 2 for v in numbers) / (n - 1))
-    return {"mean": middle, "half": t_quantile(n - 1) * spread / math.sqrt(n), "n": n}
+    return {"mean": middle, "half": t_quantile(CONFIDENCE, n - 1) * spread / math.sqrt(n), "n": n}
 
 
 def compare(
