@@ -11,7 +11,8 @@ import time
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from forge_ptq.engine.leaving import until_gone
+from forge_ptq.engine.committed import serve_committed
+from forge_ptq.engine.leaving import die, until_gone
 from forge_ptq.engine.memory import let_go, out_of_memory
 from forge_ptq.engine.types import (
     CommitReport,
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 CALL_TIMEOUT_S = 120.0
 JOB_TIMEOUT_S = 3600.0
+CONFORMED_WITHIN_S = 300.0
+"""How long whatever fills the idle slot waits for a ``conform`` under way."""
 
 
 class EngineCalls:
@@ -39,6 +42,30 @@ class EngineCalls:
     _slot_jobs: set[Future[Any]]
     _discards: int
     _drain_deadline_s: float
+    _update_lock: asyncio.Lock
+    _conformed: asyncio.Event
+
+    async def _conform(self, deadline_s: float | None) -> dict[str, Any]:
+        try:
+            async with asyncio.timeout(deadline_s), self._update_lock:
+                self._conformed.clear()
+                try:
+                    return await serve_committed(self)
+                finally:
+                    self._conformed.set()
+        except Exception as error:
+            die(error, "this replica cannot serve what is committed, so its process ends")
+            raise
+
+    async def _after_conforming(self) -> None:
+        """Whatever would end what a ``conform`` stages waits for it; SlotStateError if too long."""
+        try:
+            async with asyncio.timeout(CONFORMED_WITHIN_S):
+                await self._conformed.wait()
+        except TimeoutError as error:
+            raise SlotStateError(
+                f"what is committed is still being loaded after {CONFORMED_WITHIN_S:g} s"
+            ) from error
 
     async def _stage(self, ref: ArtifactRef, companion: bool = False) -> StageReport:
         from forge_ptq import store

@@ -109,6 +109,8 @@ class QuantizedGenerator(EngineCalls, ForgeActor):
         self._stored: ArtifactRef | None = None
         self._discards = 0
         self._update_lock = asyncio.Lock()
+        self._conformed = asyncio.Event()
+        self._conformed.set()
 
     @endpoint
     async def setup(self) -> None:
@@ -196,6 +198,7 @@ class QuantizedGenerator(EngineCalls, ForgeActor):
 
         ArtifactError if it does not fit the model; the live slot is not touched either way.
         """
+        await self._after_conforming()
         return await self._stage(ref)
 
     @concurrent_endpoint
@@ -206,6 +209,7 @@ class QuantizedGenerator(EngineCalls, ForgeActor):
         SlotStateError unless it is of the live version and all bf16. The version before is given
         up: a rollback then takes a ``stage`` and a ``commit``.
         """
+        await self._after_conforming()
         return await self._stage(ref, companion=True)
 
     @concurrent_endpoint
@@ -231,21 +235,18 @@ class QuantizedGenerator(EngineCalls, ForgeActor):
 
         A ``stage`` or ``probe`` that still runs fails with SlotStateError.
         """
+        await self._after_conforming()
         return await self._drop()
 
     @concurrent_endpoint
-    async def conform(self) -> dict[str, Any]:
+    async def conform(self, deadline_s: float | None = None) -> dict[str, Any]:
         """Serve the committed artifact, if something else is served: report of serve_committed.
 
-        Ends what is being staged or probed then. If it fails the process ends: the one that comes
-        after it loads the committed artifact before it takes requests.
+        Ends what is being staged or probed then; what comes later waits for it. If it fails, or is
+        not done within ``deadline_s``, the process ends: the one that comes after it loads the
+        committed artifact before it takes requests.
         """
-        async with self._update_lock:
-            try:
-                return await serve_committed(self)
-            except Exception as error:
-                die(error, "this replica cannot serve what is committed, so its process ends")
-                raise
+        return await self._conform(deadline_s)
 
     @concurrent_endpoint
     async def damage_live(self, layer: str | None = None) -> str:
