@@ -209,7 +209,9 @@ class PTQ:
 
     async def _publish(self, verdict: Verdict, must_serve: bool) -> None:
         climb = Climb(self._parts, verdict)
-        await climb.run(must_serve)
+        await self.serving.check()
+        # What serves may be guilty and could not be taken back: rather this version in bf16.
+        await climb.run(must_serve or self._watch.guilty)
         current = self.serving.current
         if climb.served and current is not None and current.quantized:
             self._watch.probation.serves(current.ref.artifact_id, current.plan)
@@ -270,23 +272,25 @@ class PTQ:
         return told
 
     async def _retire(self, version: int) -> None:
-        """Delete weights older than the version before this one, unless they are of what serves,
-        and artifacts that nobody needs (``Serving.kept``).
+        """Delete weights older than the version before this one, unless they are of what serves or
+        would be gone back to, and artifacts that nobody needs (``Serving.kept``).
 
         What the pointer names stays, whatever went wrong in moving it. Every other artifact goes,
         one that a late Quantizer stored after its publish was over too.
         """
-        kept = self.serving.kept()
         try:
             committed = await store.get_committed()  # unreadable: nothing is dropped
-            if committed is not None:
-                kept.add(committed.artifact_id)
-            for artifact_id in await store.artifact_ids():
+            stored = await store.artifact_ids()
+            self.serving.found(stored)
+            kept = self.serving.kept() | ({committed.artifact_id} if committed else set())
+            self.serving.found(kept.intersection(stored))
+            for artifact_id in stored:
                 if artifact_id not in kept:
                     await store.drop_artifact(artifact_id)
             older = [v for v in await store.weight_versions() if v < version]
+            needed = {served.ref.policy_version for served in list(self.serving.targets())[:1]}
             for old in older[:-1]:
-                if old != self.served_version:
+                if old not in needed | {self.served_version}:
                     await store.drop_weights(old)
         except store.StoreError as error:
             log.warning("clean-up after version %d: %s", version, error)

@@ -51,8 +51,9 @@ async def to_its_end(work: Coroutine[Any, Any, None]) -> None:
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is not None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            cancelled.add_note(f"after {type(error).__name__}: {error}")
+        failure = None if task.cancelled() else task.exception()
+        if failure is not None:
+            cancelled.add_note(f"after {type(failure).__name__}: {failure}")
         raise cancelled
     task.result()
 

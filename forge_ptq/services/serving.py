@@ -4,7 +4,9 @@ The pointer in the store always moves *before* the flip. What it then names has 
 has served before, so it makes no difference which of the two a generator serves that dies in
 between: the one that comes back reads the pointer, and its siblings have flipped. The other order
 would let a generator come back with the old version after the run was told that the new one
-serves. If no replica flips in a commit, the pointer moves back.
+serves. If no replica flips in a commit, the pointer moves back. One that comes back meanwhile may
+have read the pointer before it moved: after every commit, and before the next publish, all are
+asked what they serve, and made to conform if that is something else.
 
 A rollback is the same: what it goes back to is in the idle slot of every replica before the pointer
 moves (there still, or staged again from the store), and a replica that has it there flips back to
@@ -13,17 +15,15 @@ the very tensors that served before.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 from forge_ptq import store
 from forge_ptq.artifact import ArtifactRef
 from forge_ptq.services.crew import GRACE_S
-from forge_ptq.services.passage import Passage, State, Transition
+from forge_ptq.services.history import FULL_PRECISION, HISTORY, History, Served, plan_of
+from forge_ptq.services.passage import Transition
 from forge_ptq.services.replicas import (
     PublishError,
     call_all,
@@ -33,100 +33,21 @@ from forge_ptq.services.replicas import (
     within,
 )
 
+__all__ = ["FULL_PRECISION", "Served", "Serving", "plan_of"]
+
 log = logging.getLogger(__name__)
 
-HISTORY = 64
-RETAINED = 4
-"""Artifacts on probation that stay in the store, in case they are confirmed and gone back to."""
-FULL_PRECISION = "bf16"
-"""Plan of artifacts without a quantized layer."""
 
-
-def plan_of(layers: Mapping[str, str]) -> str:
-    """Names the schemes of all layers: equal for artifacts of one plan."""
-    if set(layers.values()) <= {"bf16"}:
-        return FULL_PRECISION
-    text = json.dumps(sorted(layers.items()))
-    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
-
-
-@dataclass
-class Served:
-    """An artifact that serves or has served."""
-
-    ref: ArtifactRef
-    plan: str
-    passage: Passage
-
-    @property
-    def quantized(self) -> bool:
-        """Whether any layer is."""
-        return self.plan != FULL_PRECISION
-
-    @property
-    def confirmed(self) -> bool:
-        """Its probation went well, or it needs none."""
-        return self.passage.state is State.CONFIRMED
-
-
-class Serving:
+class Serving(History):
     """See the module's docstring. cfg: config.PTQConfig. note: is told of every transition."""
 
     def __init__(self, cfg: Any, policy: Any, note: Callable[[Transition], None]) -> None:
+        super().__init__()
         self.cfg = cfg
         self.policy = policy
         self.note = note
-        self.history: list[Served] = []
-        """In the order in which they last began to serve; the last one serves."""
-        self.companion: ArtifactRef | None = None
-        """bf16 artifact of the serving version that may serve beside it."""
-        self._companions: dict[str, str] = {}
-        """Artifact id -> plan that it accompanies."""
-        self.oldest_usable: int | None = None
-        """Oldest version whose rollouts can still be trained on, if that is known."""
-        self.last_plan = FULL_PRECISION
-        """Of the last quantized artifact that was committed."""
-
-    @property
-    def current(self) -> Served | None:
-        """What serves."""
-        return self.history[-1] if self.history else None
-
-    def find(self, artifact_id: str) -> Served | None:
-        """An artifact that serves or has served."""
-        return next((s for s in self.history if s.ref.artifact_id == artifact_id), None)
-
-    def plan_behind(self, artifact_id: str) -> str | None:
-        """Plan of an artifact that serves or has served, of a companion the one it accompanies."""
-        served = self.find(artifact_id)
-        return served.plan if served is not None else self._companions.get(artifact_id)
-
-    def enter(self, served: Served) -> None:
-        """It serves now."""
-        self.companion = None
-        self.history = [s for s in self.history if s.ref != served.ref]
-        self.history.append(served)
-        if served.quantized:
-            self.last_plan = served.plan
-        safe = next(self.targets(), None)
-        extra = max(0, len(self.history) - HISTORY)
-        self.history = [s for s in self.history[:extra] if s is safe] + self.history[extra:]
-
-    def targets(self) -> Iterator[Served]:
-        """What could be gone back to, newest first: confirmed, and not what serves."""
-        return (s for s in reversed(self.history[:-1]) if s.confirmed)
-
-    def kept(self) -> set[str]:
-        """Artifacts that must stay in the store: what serves, what served before it, its companion,
-        what would be gone back to, and what may yet be confirmed for that."""
-        gone = (State.CONDEMNED, State.ROLLED_BACK)
-        served = [s for s in self.history[-2:-1] if s.passage.state not in gone]
-        served += [*self.history[-1:], *list(self.targets())[:1]]
-        if self.oldest_usable is not None:
-            usable = [s for s in self.history if s.ref.policy_version >= self.oldest_usable]
-            served += [s for s in usable if s.passage.state is State.PROBATION][-RETAINED:]
-        refs = [s.ref for s in served] + ([self.companion] if self.companion else [])
-        return {ref.artifact_id for ref in refs}
+        self._replicas = 0
+        """Most that have answered at once."""
 
     # ---- commit
 
@@ -151,6 +72,7 @@ class Serving:
                 raise PublishError(f"no generator replica would flip: {error}") from error
             return
         reports = [report for report in results if report is not None]
+        self._replicas = max(self._replicas, len(results))
         for report in reports:
             numbers |= {
                 "flip_s": max(report.flip_s, numbers.get("flip_s", 0.0)),
@@ -159,14 +81,15 @@ class Serving:
             }
         if len(reports) < len(results):
             log.warning("a generator replica died in commit; it comes back with the new artifact")
-            if not await self._settle(ref, previous) and not reports:
-                raise PublishError("every generator replica died, and none came back with it")
+        if not await self._settle(ref, previous):
+            raise PublishError("every generator replica died, and none came back with it")
 
     async def _settle(self, ref: ArtifactRef, previous: ArtifactRef | None) -> bool:
-        """After a commit that went wrong: whether ref serves now. Never raises.
+        """After a commit: whether ref serves now. Never raises.
 
         If no replica serves it, the pointer is moved back. Replicas that came back meanwhile may
-        still serve the previous artifact while others have flipped: they are told to conform.
+        still serve the previous artifact while others have flipped: they are told to conform, and
+        so are all while one is missing that may be on its way back.
         """
         limit = self.cfg.deadlines.stage_s
         try:
@@ -175,13 +98,36 @@ class Serving:
             # Nobody answers: whatever comes back reads the pointer, so the pointer is the truth.
             log.warning("no generator answers after the commit of %s: %s", ref.artifact_id, error)
             log.debug("commit of %s", ref.artifact_id, exc_info=True)
+            await self._conform(ref)
             return True
         if serving and ref.artifact_id not in serving:
             await self._restore(previous)
             return False
-        if any(artifact_id != ref.artifact_id for artifact_id in serving):
+        missing = len(serving) < self._replicas
+        if missing or any(artifact_id != ref.artifact_id for artifact_id in serving):
             await self._conform(ref)
         return True
+
+    async def check(self) -> None:
+        """Before a publish: replicas that have come back since the commit serve what the others do.
+
+        The pointer says what that is; where it names something else it is set first. Never raises.
+        """
+        if self.current is None:
+            return
+        ref = self.current.ref
+        try:
+            serving = await self._live(self.cfg.deadlines.commit_s)
+            if all(artifact_id == ref.artifact_id for artifact_id in serving):
+                return
+            log.warning("of %d generator replicas not all serve %s", len(serving), ref.artifact_id)
+            if await store.get_committed() != ref:
+                await store.set_committed(ref)
+        except Exception as error:
+            log.warning("what the generator replicas serve was not checked: %s", error)
+            log.debug("check of %s", ref.artifact_id, exc_info=True)
+            return
+        await self._conform(ref)
 
     # ---- rollback
 
@@ -218,7 +164,8 @@ class Serving:
         """Replicas that do not serve what is committed are made to, or end. Never raises."""
         limit = self.cfg.deadlines.stage_s + self.cfg.deadlines.commit_s
         try:
-            await call_all(self.policy, "conform", deadline_s=limit)
+            # It ends itself at the limit: a little more time shows that it has.
+            await call_all(self.policy, "conform", limit, deadline_s=limit + GRACE_S)
         except Exception as error:
             log.warning("some replicas stay behind %s: %s", ref.artifact_id, error)
             log.debug("conforming to %s", ref.artifact_id, exc_info=True)
@@ -233,7 +180,9 @@ class Serving:
     async def _live(self, limit: float) -> list[str | None]:
         """What the replicas serve; of those that died meanwhile None."""
         descriptions = await call_all(self.policy, "describe", deadline_s=limit)
-        return [live_artifact(description) for description in descriptions if description]
+        found = [live_artifact(description) for description in descriptions if description]
+        self._replicas = max(self._replicas, len(found))
+        return found
 
     # ---- companion
 
@@ -263,28 +212,3 @@ class Serving:
             log.debug("version %d", version, exc_info=True)
             return None
         return self.companion
-
-    # ---- memory
-
-    def state(self) -> list[list[Any]]:
-        """History as JSON."""
-        return [
-            [s.ref.artifact_id, s.ref.policy_version, s.plan, str(s.passage.state)]
-            for s in self.history
-        ]
-
-    def restore(self, records: list[list[Any]], committed: ArtifactRef | None) -> None:
-        """Inverse of ``state``, except that only what is committed can serve: unless it is among
-        the records, ``enter`` it next. ValueError for anything that is no such state."""
-        try:
-            found = [
-                Served(ArtifactRef(str(i), int(v)), str(plan), Passage(int(v), State(state)))
-                for i, v, plan, state in records
-            ]
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"serving: not a stored state: {error}") from error
-        quantized = [s.plan for s in found if s.quantized]
-        self.last_plan = quantized[-1] if quantized else FULL_PRECISION
-        if committed is not None:
-            found.sort(key=lambda served: served.ref == committed)  # last, if it is among them
-            self.history = found

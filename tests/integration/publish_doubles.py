@@ -37,6 +37,8 @@ class Replica:
     live_layers: dict[str, str] = field(default_factory=dict)
     companion: str | None = None
     damaged: list[str | None] = field(default_factory=list)
+    away: bool = False
+    """It is being respawned: nobody asks it."""
 
     async def call(self, name: str, *args: Any) -> Any:
         self.calls.append(name)
@@ -45,6 +47,8 @@ class Replica:
             fault = fault()
         if fault == "hang":
             await asyncio.sleep(60)
+        if isinstance(fault, Exception) and name == "conform":
+            fault = "die"  # the engine ends its process
         if fault == "die":  # comes back serving what the store's pointer names
             committed = await store.get_committed()
             self.live, self.idle = (committed.artifact_id if committed else None), None
@@ -100,7 +104,7 @@ class Replica:
         await self.stage(ref)
         self.companion, self.idle = ref.artifact_id, None
 
-    async def conform(self) -> dict[str, Any]:
+    async def conform(self, deadline_s: float | None = None) -> dict[str, Any]:
         """As the engine does it: flip back if a slot holds what is committed, else load it."""
         ref = await store.get_committed()
         assert ref is not None
@@ -189,7 +193,8 @@ class Generators:
 
         async def fanout(*args: Any) -> list[Any]:
             results = await asyncio.gather(
-                *(replica.call(name, *args) for replica in self.replicas), return_exceptions=True
+                *(replica.call(name, *args) for replica in self.replicas if not replica.away),
+                return_exceptions=True,
             )
             for result in results:
                 if isinstance(result, BaseException):

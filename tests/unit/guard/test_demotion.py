@@ -227,7 +227,9 @@ async def test_with_scales_at_hand_they_go_on_meanwhile():
 
 @pytest.mark.parametrize(("rungs", "outcome"), [(LADDER, "fell_back"), (["demote"], "kept")])
 @pytest.mark.parametrize("phase", ["quantize", "stage", "probe", "commit"])
-async def test_a_demoted_candidate_that_fails_is_followed_by_the_next_rung(rungs, outcome, phase):
+async def test_a_demoted_candidate_that_fails_is_followed_by_the_next_rung(
+    monkeypatch, rungs, outcome, phase
+):
     generators, fleet = Generators(), FakeFleet("int8_static", LAYERS)
     ptq = await launch(generators, fleet, guard__on_reject=rungs)
     good = await ptq.publish(1)
@@ -247,7 +249,7 @@ async def test_a_demoted_candidate_that_fails_is_followed_by_the_next_rung(rungs
                 raise error
             return await real(*args)
 
-        fleet._quantize = quantize  # type: ignore[method-assign]
+        monkeypatch.setattr(fleet, "_quantize", quantize)
     else:
         replica.faults[phase] = fails_demoted
     verdict = await ptq.publish(2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 
@@ -118,7 +117,6 @@ async def test_random_walks_leave_pointer_replicas_and_publisher_of_one_mind(see
         if rng.random() < 0.1:
             state = json.loads(json.dumps(ptq.state(), allow_nan=False))
             ptq = await launch(generators, fleet, state=state, guard__recover_after=2)
-        await asyncio.gather(*(each.conform() for each in generators.replicas))
         await agree(generators, ptq)
         current = ptq.serving.current
         assert current is not None

@@ -219,7 +219,7 @@ async def test_a_replica_that_does_not_conform_is_counted():
     good = await ptq.publish(1)
     await ptq.watch(2, records(good), oldest_usable=0)
     bad = await ptq.publish(2)
-    generators.replicas[1].faults["conform"] = RuntimeError("it ends itself")
+    generators.replicas[1].faults["conform"] = "die early"  # and is not up yet
     rollback = await ptq.watch(3, records(bad, k3=0.5), oldest_usable=1)
     assert rollback is not None
     assert (rollback.exact, rollback.behind) == (True, 1)
@@ -289,31 +289,3 @@ async def test_closed_or_off_it_watches_nothing():
     assert await ptq.watch(2, records(verdict, k3=0.5), 0) is None
     off = await launch(Generators(), FakeFleet("int8_static", LAYERS), enabled=False)
     assert await off.watch(2, records(verdict, k3=0.5), 0) is None
-
-
-@pytest.mark.parametrize("name", ["commit"])
-async def test_a_publish_cancelled_in_its_commit_ends_the_commit_first(name):
-    generators = Generators(2)
-    ptq = await launch(generators, FakeFleet("int8_static", LAYERS))
-    first = await ptq.publish(1)
-    replica = generators.replicas[1]
-    real, go, there = getattr(replica, name), asyncio.Event(), asyncio.Event()
-
-    async def waiting(*args):
-        if ptq.serving.policy.live[0] != first.artifact_id:  # the other one has flipped
-            there.set()
-            await go.wait()
-        return await real(*args)
-
-    setattr(replica, name, waiting)
-    task = asyncio.create_task(ptq.publish(2))
-    await asyncio.wait_for(there.wait(), 10)
-    task.cancel()
-    await asyncio.sleep(0.01)
-    assert not task.done()
-    task.cancel()  # more than once, too
-    go.set()
-    with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(task, 10)
-    assert ptq.served_version == 2
-    await agree(generators, ptq)
