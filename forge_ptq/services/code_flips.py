@@ -1,11 +1,15 @@
-"""How many int8 weight codes change from one version to the next.
+"""How many int8 weight codes change from version to version.
 
 A quantized policy moves in jumps: a trainer's step is far smaller than a code, so most codes stay
 and some flip. Far more flips than usual mean that scales or smoothing moved, or the policy leapt.
 
 A replica compares what it quantizes with what it quantized before, layer by layer; layers that it
-did not have then, or not in int8, count in neither number. To keep memory small it remembers at
-most SAMPLED codes of a layer, evenly spaced: exact for small layers, within 0.2 points for others.
+did not have then, or not in int8, count in neither number. Before is the last version of which it
+had the layer: usually the one before, several versions ago if other replicas took the layer since,
+or if versions in between were served in full precision or not quantized at all.
+
+To keep memory small it remembers at most SAMPLED codes of a layer, evenly spaced: exact for small
+layers, within 0.2 points for others.
 """
 
 from __future__ import annotations

@@ -74,7 +74,8 @@ class Verdict:
     """Largest |W - dequantized| / |W| of a layer (Frobenius norms)."""
     weight_error_layer: str = ""
     code_flip_fraction: float | None = None
-    """Share of the int8 weight codes that changed since the version quantized before."""
+    """Share of the int8 weight codes that changed since a replica last quantized the layer: usually
+    since the version before (code_flips.py)."""
     transitions: tuple[Transition, ...] = ()
     """Of the state machine in ladder.py, in order; those of probations since the last publish
     come first."""
