@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from vllm.sampling_params import RequestOutputKind, SamplingParams
-from vllm.v1.engine.llm_engine import LLMEngine
+from functools import cached_property
 
-from forge_ptq.engine.admission import Admission
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
 from forge_ptq.engine.probe import HiddenCapture, check_sequence, score
 from forge_ptq.engine.serving import Pending, Serving, check_tokens
 from forge_ptq.engine.thread import WAIT, Job, begun
@@ -15,17 +15,13 @@ from forge_ptq.engine.types import ProbeScore, ProbeSequence, SlotStateError
 class Probing(Serving):
     """The probe side of ``SlotEngine``. ``probing``: probes that run."""
 
-    def __init__(
-        self,
-        engine: LLMEngine,
-        *,
-        idle_lane_tokens: int | None = None,
-        admission: Admission | None = None,
-    ) -> None:
-        super().__init__(engine, idle_lane_tokens=idle_lane_tokens, admission=admission)
-        self.capture = HiddenCapture(self.runner.model, self.runner)
-        self.staging = False
-        self.probing = 0
+    staging = False
+    probing = 0
+
+    @cached_property
+    def capture(self) -> HiddenCapture:
+        """Hooked into the model before the first probe."""
+        return HiddenCapture(self.runner.model, self.runner)
 
     def probe(self, sequences: list[ProbeSequence]) -> Job[list[ProbeScore]]:
         """Begin to score sequences under the idle slot; refuses at once if it is not ready."""

@@ -7,13 +7,9 @@ and a discard in the middle, leaves it empty, never half filled.
 
 from __future__ import annotations
 
-import itertools
 import time
 from dataclasses import dataclass, field
 
-from vllm.v1.engine.llm_engine import LLMEngine
-
-from forge_ptq.engine.admission import Admission
 from forge_ptq.engine.layout import FillPlan
 from forge_ptq.engine.memory import let_go, out_of_memory
 from forge_ptq.engine.probing import Probing
@@ -35,15 +31,8 @@ class Candidate:
 class Staging(Probing):
     """The filling side of ``SlotEngine``."""
 
-    def __init__(
-        self,
-        engine: LLMEngine,
-        *,
-        idle_lane_tokens: int | None = None,
-        admission: Admission | None = None,
-    ) -> None:
-        super().__init__(engine, idle_lane_tokens=idle_lane_tokens, admission=admission)
-        self._fills = itertools.count(1)
+    fills = 0
+    """Times that a slot has been filled."""
 
     def stage(self, candidate: Candidate, drain_deadline_s: float) -> Job[StageReport]:
         """Begin to fill the idle slot; refuses at once if that cannot be. The job does the work.
@@ -120,13 +109,14 @@ class Staging(Probing):
                     self.bank.clear(slot)
                     self.slots[slot] = SlotInfo()
         now = time.perf_counter()
+        self.fills += 1
         self.slots[slot] = SlotInfo(
             artifact_id=candidate.artifact_id,
             policy_version=candidate.policy_version,
             layers=self.bank.layer_schemes(slot),
             state="ready",
             role=role,
-            salt=f"fill-{next(self._fills)}-{candidate.artifact_id}",
+            salt=f"fill-{self.fills}-{candidate.artifact_id}",
             bytes=self.bank.nbytes(slot),
         )
         if role == "companion":
