@@ -23,7 +23,8 @@ from tests.integration.engine_support import (
     tokens_of,
 )
 
-STEPS = 150
+STEPS = {0: 100, 1: 60}
+"""By seed."""
 ASKED = prompts(3, seed=21)
 PLANS: list[dict[str, Any]] = [
     {},
@@ -175,7 +176,7 @@ def truth(directory: Path) -> dict[str, Any]:
     return said
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", STEPS)
 def test_a_random_walk_never_changes_a_bit(
     directory: Path, truth: dict[str, Any], seed: int
 ) -> None:
@@ -184,7 +185,7 @@ def test_a_random_walk_never_changes_a_bit(
     walker = Walker(harness, pool, seed)
     visited = set()
     try:
-        for _ in range(STEPS):
+        for _ in range(STEPS[seed]):
             walker.step()
             live = harness.core.slots[harness.core.live]
             assert live.artifact_id == walker.live.manifest.artifact_id, walker.log[-8:]

@@ -96,10 +96,10 @@ def test_light_actors_share_a_process(asynchronous):
 
 
 def test_synchronous_run(policy, tmp_path):
-    settings = ("trainer.training.steps=4", "off_by_n=0")
+    settings = ("trainer.training.steps=3", "off_by_n=0")
     with Run(policy, tmp_path, "synchronous", *settings) as run:
         code, output = run.finish()
         summary = run.summary()
     assert code == 0, output
-    assert summary["steps"] == 4
+    assert summary["steps"] == 3
     assert all(record["policy_age_max"] == 0 for record in summary["history"])
