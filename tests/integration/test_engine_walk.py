@@ -23,7 +23,7 @@ from tests.integration.engine_support import (
     tokens_of,
 )
 
-STEPS = {0: 100, 1: 60}
+STEPS = {0: 100, 1: 75}
 """By seed."""
 ASKED = prompts(3, seed=21)
 PLANS: list[dict[str, Any]] = [
@@ -202,7 +202,7 @@ def test_a_random_walk_never_changes_a_bit(
                     assert tokens_of(got) == truth[str(number)], walker.log[-8:]
                 visited.add(number)
         walker.settle()
-        assert len(visited) >= 5, "the walk stayed in one place"
+        assert len(visited) >= 4, "the walk stayed in one place"
         assert not harness.core.has_work()
     finally:
         harness.thread.stop()
