@@ -78,7 +78,9 @@ def test_mismatch_records_say_where_each_sequence_came_from():
         ],
     ]
     batches[1][0].reward = 0.25
-    batches[1][1].completion.logprobs[1] = torch.nan
+    unscored = batches[1][1].completion
+    assert unscored is not None
+    unscored.logprobs = torch.tensor([-1.0, torch.nan])
     inputs, _ = collate(batches)
     rows = [{name: 10.0 * i + j for j, name in enumerate(COLUMNS)} for i in range(3)]
     records = mismatch_records(inputs, rows, step=5)
