@@ -31,7 +31,7 @@ class ProbationConfig(Block):
     """Smallest effective sample size of the tokens' importance ratios, as a share of the tokens."""
 
     patience: PositiveInt = 2
-    """Judgements in a row over a threshold that count as one failure: the second is no chance."""
+    """Judgements in a row over a threshold that count as one failure; four times over it, one."""
 
 
 @dataclass(kw_only=True)

@@ -9,7 +9,9 @@ before the first episode of this one is scored by the trainer. What such episode
 the plan, so sequences are collected per plan; within a judgement every artifact is looked at by
 itself too. A good judgement confirms the artifacts whose own sequences are good, once there are
 ``OWN_SHARE`` of `episodes` of them; ``patience`` bad ones in a row fail the plan, and with it the
-artifacts whose own sequences are bad.
+artifacts whose own sequences are bad. One is enough if it is ``FLAGRANT`` times as bad as allowed:
+chance does not explain that, and where one batch is one version, a second would judge the next.
+A judgement is also bad if an artifact with that many sequences is, whatever its siblings show.
 
 A judgement is bad if
 
@@ -43,6 +45,9 @@ CONTROL_EPISODES = 8
 """Fewest sequences in full precision that say what an age alone does."""
 OWN_SHARE = 0.25
 """Of `episodes`: fewest sequences of its own, since its last bad ones, that confirm an artifact."""
+FLAGRANT = 4.0
+"""Excess mismatch over its limit, or least effective sample size over its own, that needs no second
+judgement."""
 ARTIFACTS_KEPT = 200
 
 
@@ -169,16 +174,26 @@ class Probation:
         every: Ages = {}
         good: list[str] = []
         bad: list[str] = []
+        by_itself: list[str] = []
+        flagrant = False
         for artifact_id, ages in window.artifacts.items():
-            if self._over(ages)[0]:
+            episodes = sum(sums.episodes for sums in ages.values())
+            own_over, own_flagrant, _ = self._over(ages)
+            if own_over:
                 bad.append(artifact_id)
                 self._own.pop(artifact_id, None)
-            elif self._enough(artifact_id, sum(sums.episodes for sums in ages.values())):
+                if episodes >= OWN_SHARE * self.cfg.episodes:
+                    by_itself.append(f"{artifact_id} by itself: {own_over}")
+                    flagrant |= own_flagrant
+            elif self._enough(artifact_id, episodes):
                 good.append(artifact_id)
             for age, sums in ages.items():
                 every.setdefault(age, Sums()).add(sums)
-        over, numbers = self._over(every)
+        over, pooled_flagrant, numbers = self._over(every)
+        over = over or "; ".join(by_itself)
         strikes = window.strikes + 1 if over else 0
+        if flagrant or pooled_flagrant:
+            strikes = max(strikes, self.cfg.patience)
         accused = list(dict.fromkeys([*window.accused, *bad])) if over else []
         failed = self.cfg.enabled and strikes >= self.cfg.patience
         self._windows[plan] = _Window(strikes=0 if failed else strikes, accused=accused)
@@ -191,8 +206,8 @@ class Probation:
         self._own[artifact_id] = self._own.get(artifact_id, 0) + more
         return self._own[artifact_id] >= OWN_SHARE * self.cfg.episodes
 
-    def _over(self, ages: Ages) -> tuple[str, dict[str, float]]:
-        """(what is over its threshold, the numbers)."""
+    def _over(self, ages: Ages) -> tuple[str, bool, dict[str, float]]:
+        """(what is over its threshold, whether flagrantly, the numbers)."""
         total, control = Sums(), Sums()
         for age, sums in ages.items():
             total.add(sums)
@@ -225,7 +240,9 @@ class Probation:
             )
         if total.rejected:
             over.append(f"{total.rejected:g} sequences sampled with log-probabilities not finite")
-        return "; ".join(over), numbers
+        flagrant = not excess <= FLAGRANT * self.cfg.max_mismatch_kl
+        flagrant |= not ess >= self.cfg.min_ess / FLAGRANT
+        return "; ".join(over), flagrant, numbers
 
     def state(self) -> dict[str, Any]:
         """All of it as JSON."""

@@ -244,3 +244,24 @@ def test_windows_of_plans_long_gone_are_dropped():
         fed(made, record(f"x{number}"))
     assert len(made.state()["windows"]) <= 201
     assert len(made.plans) <= 201
+
+
+def test_one_flagrant_judgement_is_enough():
+    made = probation()
+    (judgement,) = fed(made, *[record(k3=0.41)] * 8)
+    assert (judgement.failed, judgement.bad) == (True, ("a1",))
+    assert not fed(probation(), *[record(k3=0.39)] * 8)[0].failed
+    assert fed(probation(), *[record(ess=0.12)] * 8)[0].failed
+    assert not fed(probation(), *[record(ess=0.13)] * 8)[0].failed
+
+
+def test_good_siblings_do_not_hide_an_artifact_that_is_bad_by_itself():
+    made = probation(patience=1)
+    records = [record("a1", k3=0.01)] * 6 + [record("a2", k3=0.3)] * 2
+    (judgement,) = fed(made, *records)
+    assert judgement.numbers["mismatch_k3"] < 0.1
+    assert judgement.failed
+    assert "a2 by itself: mismatch 0.3" in judgement.over
+    assert judgement.bad == ("a2",)
+    few = [record("a1", k3=0.01)] * 7 + [record("a2", k3=0.3)]
+    assert not fed(probation(patience=1), *few)[0].failed
