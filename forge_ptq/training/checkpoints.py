@@ -34,6 +34,10 @@ class SaveError(RuntimeError):
     """A checkpoint that could not be written; the ones before it are as they were."""
 
 
+class DamagedCheckpointError(RuntimeError):
+    """A checkpoint that was complete once and cannot be read."""
+
+
 class TidyError(RuntimeError):
     """A checkpoint that is saved, complete and resumed from, after which something was not done:
     LATEST is an old one, or older checkpoints are still there. The next save does it."""
@@ -106,10 +110,22 @@ def save(
 
 
 def load(folder: Path, step: int, tensors: dict[str, Any]) -> dict[str, Any]:
-    """Reads the checkpoint of `step` into `tensors`, in place; returns its state.json."""
+    """Reads the checkpoint of `step` into `tensors`, in place; returns its state.json.
+
+    DamagedCheckpointError if it cannot be read. Another one is not tried: which steps of training
+    to give up is for the user to say.
+    """
     path = path_of(folder, step)
-    dcp.load(tensors, storage_reader=dcp.FileSystemReader(path))
-    return json.loads((path / STATE).read_text())
+    try:
+        dcp.load(tensors, storage_reader=dcp.FileSystemReader(path))
+        return json.loads((path / STATE).read_text())
+    except (Exception, dcp.api.CheckpointException) as error:  # the latter is a BaseException
+        older = [s for s in complete_steps(folder) if s < step]
+        then = f"resume from step {older[-1]}" if older else "start anew"
+        cause = str(error).strip().splitlines() or [type(error).__name__]
+        raise DamagedCheckpointError(
+            f"the checkpoint {path} cannot be read; remove this folder to {then} ({cause[-1]})"
+        ) from error
 
 
 def write_text(path: Path, text: str) -> None:
