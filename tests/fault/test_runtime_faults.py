@@ -118,6 +118,7 @@ async def test_flush_does_without_a_dead_process_and_waits_for_no_stopped_one(
     monkeypatch.setattr(metric_logger, "COLLECT_TIMEOUT_S", 1.0)
     healthy, stopped, dead = [await victim.as_actor() for _ in range(3)]
     logger = await own.get_or_create_metric_logger()
+    await logger.flush.call_one(0)  # what other tests have recorded in this process
     for amount, actor in ((1, healthy), (10, stopped), (100, dead)):
         await actor.count.call_one(amount)
     stopped_pid, dead_pid = (await own.pids(stopped))[0], (await own.pids(dead))[0]

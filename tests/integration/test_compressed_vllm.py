@@ -59,19 +59,25 @@ class Stock:
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         from vllm.model_executor.kernels.linear.scaled_mm import cpu
+        from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
         from forge_ptq.engine.build import build_stock_engine, model_runner
 
         self.loaded: dict[int, dict[str, torch.Tensor]] = {}
-        kernel_class = cpu.CPUInt8ScaledMMLinearKernel
-        process = kernel_class.process_weights_after_loading
 
-        def record(kernel: Any, layer: torch.nn.Module) -> None:
-            # The kernel keeps a prepacked form of the weight alone: look before it does.
-            self.loaded[id(layer)] = {n: p.detach().clone() for n, p in layer.named_parameters()}
-            process(kernel, layer)
+        def look_before_packing(kind: Any) -> None:
+            """Kernels keep a prepacked form of the weight alone; for bf16 it depends on the CPU."""
+            process = kind.process_weights_after_loading
 
-        patch.setattr(kernel_class, "process_weights_after_loading", record)
+            def record(method: Any, layer: torch.nn.Module) -> None:
+                held = {n: p.detach().clone() for n, p in layer.named_parameters()}
+                self.loaded[id(layer)] = held
+                process(method, layer)
+
+            patch.setattr(kind, "process_weights_after_loading", record)
+
+        look_before_packing(cpu.CPUInt8ScaledMMLinearKernel)
+        look_before_packing(UnquantizedLinearMethod)
         # With AMX vLLM would take a kernel that ignores static input scales.
         patch.setattr(cpu, "check_cpu_sgl_kernel", lambda *_: False)
         self.engine = build_stock_engine(
@@ -154,7 +160,7 @@ def test_vllm_holds_the_artifact_layer_by_layer(stock: Stock, artifact: Quantize
             continue
         seen |= set(members)
         assert {artifact.manifest.layers[m] for m in members} == {stock.scheme(module)}, name
-        parts = stock.loaded.get(id(module), dict(module.named_parameters()))
+        parts = stock.loaded[id(module)]
         for kind in ("weight", "weight_scale"):
             if f"{members[0]}.{kind}" in artifact.tensors:
                 whole = torch.cat([artifact.tensors[f"{m}.{kind}"] for m in members])
