@@ -58,12 +58,7 @@ class Serving(History):
         moved back, unless the store does not answer: it may name either artifact until the next
         commit.
         """
-        previous = self.current.ref if self.current else None
-        try:
-            await store.set_committed(ref)
-        except store.StoreError as error:  # it may have landed all the same
-            await self._restore(previous)
-            raise PublishError(f"the pointer could not be moved: {error}") from error
+        previous = await self._move_pointer(ref)
         try:
             limit = self.cfg.deadlines.commit_s
             results = await call_all(self.policy, "commit", ref.artifact_id, deadline_s=limit)
@@ -145,12 +140,7 @@ class Serving(History):
         idle = [staged_slot(description) for description in descriptions]
         if not all(slot.complete and slot.artifact_id == ref.artifact_id for slot in idle):
             survivors(await call_all(self.policy, "stage", ref, deadline_s=limit), "stage")
-        previous = self.current.ref if self.current else None
-        try:
-            await store.set_committed(ref)
-        except store.StoreError as error:  # it may have landed all the same
-            await self._restore(previous)
-            raise PublishError(f"the pointer could not be moved: {error}") from error
+        await self._move_pointer(ref)
         await self._conform(ref)
         try:
             serving = await self._live(limit)
@@ -169,6 +159,16 @@ class Serving(History):
         except Exception as error:
             log.warning("some replicas stay behind %s: %s", ref.artifact_id, error)
             log.debug("conforming to %s", ref.artifact_id, exc_info=True)
+
+    async def _move_pointer(self, ref: ArtifactRef) -> ArtifactRef | None:
+        """Returns what it named before; PublishError if it cannot be moved."""
+        previous = self.current.ref if self.current else None
+        try:
+            await store.set_committed(ref)
+        except store.StoreError as error:  # it may have landed all the same
+            await self._restore(previous)
+            raise PublishError(f"the pointer could not be moved: {error}") from error
+        return previous
 
     async def _restore(self, previous: ArtifactRef | None) -> None:
         """Move the pointer back as far as the store lets us."""

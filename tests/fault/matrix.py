@@ -15,9 +15,13 @@ from pathlib import Path
 
 from apps.bench.fault_matrix import FILE, Cell, read
 
+UPDATING = os.environ.get("UPDATE_FAULT_MATRIX") == "1"
+"""Cells are written, not compared."""
+
 REPO = Path(__file__).resolve().parents[2]
 
 _LOGIC = "tests/integration/test_publish_logic.py"
+_ANY_PHASE = "any_phase_that_fails_or_hangs_keeps_what_serves"
 _SLOTS = "tests/integration/test_engine_slots.py"
 _CALIBRATION = "tests/fault/test_calibration_faults.py"
 
@@ -31,26 +35,9 @@ OTHERS = tuple(
             "tests/fault/test_engine_memory.py",
             "an_artifact_that_does_not_fit_leaves_everything_as_it_was",
         ),
-        (
-            "quantize",
-            "fails or hangs",
-            "kept",
-            _LOGIC,
-            "any_phase_that_fails_or_hangs_keeps_what_serves",
-        ),
-        (
-            "stage",
-            "fails or hangs",
-            "kept",
-            _LOGIC,
-            "any_phase_that_fails_or_hangs_keeps_what_serves",
-        ),
-        (
-            "probe",
-            "fails or hangs",
-            "kept",
-            _LOGIC,
-            "any_phase_that_fails_or_hangs_keeps_what_serves",
+        *(
+            (phase, "fails or hangs", "kept", _LOGIC, _ANY_PHASE)
+            for phase in ("quantize", "stage", "probe")
         ),
         (
             "calibrate",
@@ -100,7 +87,7 @@ def record(phase: str, fault: str, outcome: str, file: str) -> None:
     test = os.environ["PYTEST_CURRENT_TEST"].split("::")[-1].split("[")[0].split(" ")[0]
     cell = Cell(phase, fault, outcome, f"{Path(file).resolve().relative_to(REPO)}::{test}")
     cells = read()
-    if os.environ.get("UPDATE_FAULT_MATRIX") == "1":
+    if UPDATING:
         kept = {(c.phase, c.fault): c for c in (*cells, *OTHERS, cell)}
         lines = ",\n".join(json.dumps(list(kept[key])) for key in sorted(kept))
         FILE.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
