@@ -3,8 +3,9 @@
 Usage: python -m apps.bench.decision_scores --model models/smollm2_135m --data rollouts.jsonl
        --out scores.pt [--only REGEX ...] [--pool-data several_per_prompt.jsonl]
 
-Rollouts (as `apps.bench.rollouts` writes them) are split by prompt: some calibrate, the others are
-the pool that every candidate is scored on, unless the pool has a file of its own. Quantization is
+Rollouts (as `apps.bench.rollouts` writes them) are split by prompt: some calibrate, some decide the
+plan that the planner makes, the others are the pool that every candidate is scored on, unless the
+pool has a file of its own. Quantization is
 simulated with the served integers. The file is written after every candidate; a second call scores
 those that are missing. docs/results/decision.json rests on four files of rollouts, one after the
 other: --count 80 --max-prompt 224 --max-tokens 48 --seed 0, 1, 2 and 3.
@@ -24,7 +25,7 @@ import torch
 
 from apps.bench.ladder import Ladder, Recipe
 from apps.bench.ladder_data import read
-from apps.bench.ladder_rows import DOWN, dynamic, smoothed, static
+from apps.bench.ladder_rows import DOWN, dynamic, planned, smoothed, static
 from forge_ptq.numerics.divergence import compare
 from forge_ptq.numerics.planner import DYNAMIC, FULL, STATIC
 from forge_ptq.services.policy_evaluate import Evaluator, FakeQuantizedLinear, Scores
@@ -101,6 +102,7 @@ CANDIDATES: dict[str, Candidate] = {
     "  layer 2 up_proj x1.1": harmed(2, "up_proj", 1.1),
     "  layer 14 gate_proj x1.2": harmed(14, "gate_proj", 1.2),
     "  layer 2 up_proj at 4 bits": harmed(2, "up_proj", four_bits=True),
+    "plan 3 %": Candidate(partial(planned, budget=0.03)),
     "dynamic": Candidate(dynamic),
     "  layer 2 gate_proj x1.2": harmed(2, "gate_proj", 1.2),
     "  layer 14 gate_proj x1.3": harmed(14, "gate_proj", 1.3),
@@ -151,6 +153,7 @@ class Pool:
                 "model": Path(self.options.model).name,
                 "data": self.options.data.name,
                 "calibrate": self.options.calibrate,
+                "plan": self.options.plan,
             },
         }
         torch.save({"candidates": self.scored, **shared}, self.options.out)
@@ -166,12 +169,14 @@ def settings(arguments: list[str] | None = None) -> argparse.Namespace:
     options.add_argument("--pool-data", type=Path, help="rollouts of the pool, JSON lines")
     options.add_argument("--only", nargs="+", default=[""], metavar="REGEX")
     options.add_argument("--calibrate", type=int, default=40, help="rollouts that calibrate")
+    options.add_argument("--plan", type=int, default=20, help="rollouts that decide the plan")
     options.add_argument("--pool", type=int, default=160, help="rollouts that are scored")
     options.add_argument("--batch-tokens", type=int, default=1024)
     options.add_argument("--threads", type=int, default=1)
     parsed = options.parse_args(arguments)
-    parsed.held_out, parsed.plan, parsed.plan_limit, parsed.plan_tokens = parsed.pool, 1, 1, 1
-    parsed.percentile = 99.99
+    # The rest is what apps.bench.ladder takes when it is told nothing.
+    parsed.held_out, parsed.plan_limit, parsed.plan_tokens = parsed.pool, 12, 24
+    parsed.percentile, parsed.margin, parsed.max_evaluations = 99.99, 0.9, 24
     return parsed
 
 

@@ -95,7 +95,7 @@ def test_scores_of_damaged_candidates_and_the_tables_made_of_them(tmp_path, monk
     }
     monkeypatch.setattr(decision_scores, "CANDIDATES", candidates)
     common = ["--model", str(tmp_path / "model"), "--data", str(tmp_path / "rollouts.jsonl")]
-    common += ["--calibrate", "5", "--pool", "8"]
+    common += ["--calibrate", "5", "--plan", "2", "--pool", "8"]
     decision_scores.main([*common, "--out", str(tmp_path / "s.pt"), "--only", "wider", "good"])
     decision_scores.main([*common, "--out", str(tmp_path / "s.pt")])
     assert capsys.readouterr().out.count("%") == 4, "each is scored once"
