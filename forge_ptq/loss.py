@@ -9,7 +9,8 @@ without gradient, where a batch gets one step), `ref` the frozen reference's; A 
     policy term   -w * min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A)
     w             corrections.py: made from exp(old - gen); 1 without a correction
     r             exp(lp - old); its gradient where lp = old is that of lp: the policy gradient
-    KL term       beta * (exp(ref - lp) - (ref - lp) - 1)      "k3" estimate of KL(policy || ref)
+    KL term       beta * (exp(d) - d - 1)  "k3" estimate of KL(policy || ref); d = ref - lp, held at
+                  20 at most, beyond which it has no gradient
 
 Without w the gradient is that of on-policy data, which a quantized generator does not deliver: w
 restores the trainer's own expectation, and its cap bounds the variance.
@@ -157,7 +158,9 @@ class GRPOLoss(LossConfig):
         anchor = old if gen is None or not self._clips_generator else gen.masked_fill(~kept, 0.0)
         surrogate, clipped = self._surrogate(lp, anchor, advantages.float())
         policy = (-corrected.weight * surrogate).masked_fill(~kept, 0.0)
-        kl = torch.exp(ref - lp) - (ref - lp) - 1
+        # Unheld, one token's exp() can be infinite: a step lost, with beta = 0 to 0 * inf = NaN.
+        apart = (ref - lp).clamp(max=MAX_GAP)
+        kl = torch.exp(apart) - apart - 1
         per_token = policy + self.beta * kl
         if self.aggregation == "sequence_mean":
             total = (per_token.sum(1) / kept.sum(1).clamp(min=1)).sum()

@@ -139,6 +139,30 @@ def test_huge_gaps_stay_finite():
             assert numbers["max_abs_gap"] == pytest.approx(200, rel=1e-4)  # told as it is
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_a_token_that_the_reference_alone_finds_likely_poisons_nothing(beta):
+    """exp(ref - lp) of the first sequence is infinite; no veto drops it. The second is as ever."""
+    logits = torch.zeros(2, 1, 3)
+    logits[0, 0, 0] = -120.0
+    logits.requires_grad_()
+    logprobs = torch.tensor([[-1.0], [-2.0]])
+    output = grpo(beta=beta, rollout_correction="none", veto_ratio=None)(
+        logits,
+        torch.zeros(2, 1, dtype=torch.long),
+        logprobs,
+        torch.ones(2, 1),
+        torch.ones(2, 1, dtype=torch.bool),
+        logprobs,
+    )
+    output.loss.backward()
+    assert output.loss.isfinite()
+    assert output.sums["kl_ref"].isfinite()
+    assert logits.grad is not None
+    assert logits.grad[0].isfinite().all()
+    kl_gradient = 1 - math.exp(-2.0 + math.log(3))
+    assert float(logits.grad[1, 0, 0]) == pytest.approx((-1 + beta * kl_gradient) * (2 / 3) / 2)
+
+
 @pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean", "fixed_length"])
 def test_a_dropped_sequence_is_as_if_it_had_not_been_sampled(aggregation):
     """Out of numerator and denominator: the loss is that of the batch without it."""
