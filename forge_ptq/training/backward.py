@@ -6,6 +6,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,9 +87,10 @@ def backward(
     weigh = getattr(loss, "weight", None)
     takes = None if weigh else _keywords(loss)
     share = weigh(targets["padding_mask"]) if weigh else float(len(tokens))
-    denominator = max(distributed.sum_over_ranks({"share": share})["share"], 1.0)
+    sum_over_ranks = partial(distributed.sum_over_ranks, copies=built.copies)
+    denominator = max(sum_over_ranks({"share": share})["share"], 1.0)
 
-    totals: dict[str, float] = defaultdict(float)
+    totals: dict[str, float] = defaultdict(float, loss=0.0)
     sums: dict[str, float] = defaultdict(float)
     maxima: dict[str, float] = defaultdict(float)
     rows: list[Tensor] = []
@@ -111,7 +113,7 @@ def backward(
         for name, value in output.maxima.items():
             maxima[name] = max(maxima[name], float(value))
 
-    totals = distributed.sum_over_ranks(dict(totals))
+    totals = sum_over_ranks(dict(totals))
     scale = denominator / max(totals.get("counted", denominator), 1.0)
     if scale != 1.0:
         for parameter in built.model.parameters():
@@ -119,7 +121,7 @@ def backward(
                 parameter.grad.mul_(scale)
     return Gradients(
         loss=totals["loss"] * scale,
-        sums=distributed.sum_over_ranks(dict(sums)),
+        sums=sum_over_ranks(dict(sums)),
         maxima=distributed.max_over_ranks(dict(maxima)),
         rows=torch.cat(rows) if rows else None,
     )

@@ -45,9 +45,10 @@ def init_process_group(rank: int, world_size: int) -> None:
     )
 
 
-def sum_over_ranks(values: dict[str, float]) -> dict[str, float]:
-    """Adds each value over all ranks; every rank passes the same keys and gets the sums."""
-    return _reduce(values, dist.ReduceOp.SUM)
+def sum_over_ranks(values: dict[str, float], copies: int = 1) -> dict[str, float]:
+    """Adds each value over all ranks; every rank passes the same keys and gets the sums. Of
+    `copies` ranks that hold the same value one counts."""
+    return {k: v / copies for k, v in _reduce(values, dist.ReduceOp.SUM).items()}
 
 
 def max_over_ranks(values: dict[str, float]) -> dict[str, float]:

@@ -94,6 +94,12 @@ class BuiltModel:
         dims = self.parallel_dims
         return 1 if dims is None else dims.dp_replicate * dims.dp_shard
 
+    @property
+    def copies(self) -> int:
+        """Ranks that train on one and the same share, as those of tensor parallelism do."""
+        dims = self.parallel_dims
+        return 1 if dims is None else dims.world_size // self.dp_size
+
     def hf_state(self) -> dict[str, Tensor]:
         """Weights under Hugging Face names, as they are stored (DTensors where sharded).
 
