@@ -32,7 +32,7 @@ class Run:
     """Why not, if it was not completed."""
     steps: int
     reward: float | None
-    """Mean of the last ten steps."""
+    """Mean of the last ten steps; a completed run has one."""
     curves: dict[str, list[float | None]]
     """Each of CURVES by training step, from step 1 on."""
     rises: dict[int, float]
@@ -41,6 +41,8 @@ class Run:
     """Publishes by verdict; `refused` counts those in which the gate turned a candidate down."""
     tokens_per_s: float | None = None
     wall_s: float | None = None
+    skipped: int = 0
+    """Steps that changed nothing: their loss or gradient was not finite."""
 
     def line(self) -> str:
         """For the console."""
@@ -55,8 +57,14 @@ def record_of(
     """A run from its summary.json, None where it wrote none, and the command's own record."""
     found = summary or {}
     code = made["exit_code"]
-    completed = found.get("status") == "completed" and code == 0
-    error = "" if completed else str(found.get("error") or found.get("status") or "no summary")
+    reward = found.get("reward_last10")
+    ended = found.get("status") == "completed" and code == 0
+    completed = ended and is_number(reward)
+    error = str(found.get("error") or found.get("status") or "no summary")
+    if ended:
+        error = "no reward in the last ten steps"
+    elif made.get("timed_out"):
+        error = "not over after timeout_s"
     history = list(found.get("history", []))
     last = int(max((r["step"] for r in history), default=0))
     by_step = {int(r["step"]): r for r in history}
@@ -70,9 +78,9 @@ def record_of(
         arm=arm,
         seed=seed,
         completed=completed,
-        error=error if completed else f"{error} (exit code {code})",
+        error="" if completed else f"{error} (exit code {code})",
         steps=last,
-        reward=found.get("reward_last10") if completed else None,
+        reward=reward if completed else None,
         curves={name: [_value(r, name) for r in steps] for name in CURVES},
         rises={
             int(p["version"]): float(p["perplexity_rise"])
@@ -82,6 +90,7 @@ def record_of(
         outcomes=outcomes,
         tokens_per_s=found.get("tokens_per_s"),
         wall_s=made.get("wall_s"),
+        skipped=sum(bool(r.get("skipped")) for r in history),
     )
 
 
@@ -152,7 +161,7 @@ def compare(
         "arms": arms,
         "runs": [
             {"arm": r.arm, "seed": r.seed, "completed": r.completed, "error": r.error,
-             "steps": r.steps, "reward": r.reward, "wall_s": r.wall_s}
+             "steps": r.steps, "reward": r.reward, "wall_s": r.wall_s, "skipped": r.skipped}
             for r in runs
         ],
     }  # fmt: skip

@@ -38,7 +38,8 @@ def draw(result: Mapping[str, Any], groups: Mapping[str, str], path: Path) -> Pa
             above, mismatch, rise, speed = axes[:, column]
             above.set_title(group)
             for name, arm in arms.items():
-                label = f"{arm['label']} ({arm['completed']})"
+                failed = f", {arm['failed']} failed" if arm["failed"] else ""
+                label = f"{arm['label']} ({arm['completed']}{failed})"
                 _band(above, arm["curves"]["reward"], colors[name], label, smooth=SMOOTH)
                 _band(mismatch, arm["curves"]["mismatch_k3"], colors[name], floor=FLOOR)
                 _band(rise, arm["rises"], colors[name], times=100, floor=FLOOR)

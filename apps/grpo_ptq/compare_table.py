@@ -12,7 +12,8 @@ def markdown(result: Mapping[str, Any]) -> str:
         "# Training with quantized rollouts",
         "",
         f"Runs of `{result['base']}`. Means over seeds and half widths of their 95 % intervals.",
-        f"Final reward: of the last ten steps. Relative: to arm `{result['reference']}`, by seed.",
+        f"Final reward: of the last ten steps. Relative: to arm `{result['reference']}`, by seed. "
+        "Perplexity rise: of the quantized candidates that served, over full precision.",
         "",
         "| arm | runs | final reward | relative | mismatch k3, nats | lowest ESS | left out | "
         "perplexity rise | publishes | tokens/s |",
@@ -22,12 +23,15 @@ def markdown(result: Mapping[str, Any]) -> str:
         runs = str(arm["completed"])
         if arm["failed"]:
             runs += f", {arm['failed']} failed"
+        relative = shown(arm["relative"], "{:.1f} %", 100)
+        if 0 < (pairs := arm["relative"]["n"]) < arm["completed"]:
+            relative += f" ({pairs} seeds)"  # of the others the reference has no reward
         outcomes = ", ".join(f"{n} {name}" for name, n in sorted(arm["outcomes"].items()) if n)
         cells = [
             arm["label"],
             runs,
             shown(arm["reward"], "{:.3f}"),
-            shown(arm["relative"], "{:.1f} %", 100),
+            relative,
             shown(arm["mismatch_k3"], "{:.2g}"),
             shown(arm["lowest_ess"], "{:.3f}"),
             shown(arm["left_out"], "{:.2f} %", 100),
@@ -42,6 +46,11 @@ def markdown(result: Mapping[str, Any]) -> str:
             lines.append(
                 f"- `{run['arm']}`, seed {run['seed']}: failed after {run['steps']} steps: "
                 f"{run['error']}"
+            )
+        if run["skipped"]:
+            lines.append(
+                f"- `{run['arm']}`, seed {run['seed']}: {run['skipped']} of {run['steps']} steps "
+                "changed nothing, since their loss or gradient was not finite"
             )
     return "\n".join(lines).rstrip() + "\n"
 
@@ -70,7 +79,8 @@ def verdict(result: Mapping[str, Any]) -> str:
     if half is None:
         return f"{text} with one seed; asked for: {100 * wanted:g} %."
     low, high = 100 * (share - half), 100 * (share + half)
-    text += f" (95 % interval {low:.1f} to {high:.1f} %); asked for: {100 * wanted:g} %, "
+    text += f" ({relative['n']} seeds, 95 % interval {low:.1f} to {high:.1f} %); "
+    text += f"asked for: {100 * wanted:g} %, "
     if low >= 100 * wanted:
         return text + "the whole interval is over it."
     if high < 100 * wanted:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import statistics
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from apps.grpo_ptq.compare import Comparison, load, main
-from apps.grpo_ptq.compare_numbers import estimate
+from apps.grpo_ptq.compare_numbers import estimate, record_of
 from apps.grpo_ptq.compare_table import markdown, verdict
 from forge_ptq.config import ConfigError
 
@@ -104,6 +105,55 @@ def test_report_of_runs_on_disk(config, made, capsys):
     assert "`stress`, seed 1: failed after 2 steps: the trainer died (exit code 1)" in table
     assert (made / "compare.png").read_bytes().startswith(b"\x89PNG")
     assert table in capsys.readouterr().out
+
+
+def test_pairs_that_are_missing_and_steps_that_taught_nothing_are_told(config, tmp_path, capsys):
+    """The reference lacks one of three seeds; a run of the default arm diverged."""
+    folder = tmp_path / "runs"
+    comparison = Comparison(load(str(config)), folder, [])
+    for seed, reward in enumerate(REWARDS["int8"]):
+        found = summary(reward)
+        for record in found["history"][1:] if seed == 1 else ():
+            record["skipped"] = 1.0
+        place(comparison, "int8", seed, found, 0)
+        if seed:
+            place(comparison, "bf16", seed, summary(REWARDS["bf16"][seed]), 0)
+    main(["--config", str(config), "--output-dir", str(folder), "--report-only"])
+    table = capsys.readouterr().out
+    assert "| INT8 | 3 | 0.630 ± " in table
+    (row,) = (line for line in table.splitlines() if line.startswith("| INT8 |"))
+    assert row.split("|")[4].endswith(" % (2 seeds) ")
+    assert "(2 seeds, 95 % interval " in table
+    assert "`int8`, seed 1: 3 of 4 steps changed nothing" in table
+    assert table.count("changed nothing") == 1
+
+
+@pytest.mark.parametrize(
+    ("found", "code", "late", "error"),
+    [
+        ({**summary(0.5), "reward_last10": None}, 0, False, "no reward in the last ten steps"),
+        (summary(0.5, status="interrupted") | {"error": None}, 130, True, "not over after timeout"),
+        (summary(0.5, status="interrupted") | {"error": None}, 130, False, "interrupted"),
+    ],
+)
+def test_what_a_run_without_a_result_failed_of(found, code, late, error):
+    made = {"exit_code": code, "wall_s": 3.0, "timed_out": late}
+    run = record_of(found, "int8", 0, made)
+    assert not run.completed
+    assert run.reward is None
+    assert run.line().startswith(f"failed after 4 steps: {error}")
+
+
+def test_a_run_past_its_deadline_is_recorded_as_one(config, tmp_path, monkeypatch):
+    cfg = load(str(config))
+    cfg.timeout_s = 0.2
+    comparison = Comparison(cfg, tmp_path, [])
+    monkeypatch.setattr("apps.grpo_ptq.compare.subprocess.Popen", _sleeper(subprocess.Popen))
+    assert "not over after timeout_s" in comparison.run("bf16", 0).line()
+
+
+def _sleeper(popen: Any) -> Any:
+    return lambda command, **options: popen(["sleep", "30"], **options)
 
 
 def test_what_has_completed_is_not_run_again(config, made):
