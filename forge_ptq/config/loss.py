@@ -137,6 +137,9 @@ def loss_problems(loss: LossConfig) -> Problems:
     return problems
 
 
+LEAST_TEMPERATURE = 0.01
+"""vLLM samples at this one where a smaller is asked for."""
+
 UNTOUCHED: dict[str, tuple[Any, ...]] = {
     "top_p": (1,),
     "top_k": (-1, 0),
@@ -161,6 +164,9 @@ def sampling_problems(
     where clipping could not act."""
     problems: Problems = []
     base = "policy.sampling_params"
+    if loss.temperature < LEAST_TEMPERATURE:
+        message = f"got {loss.temperature}, expected {LEAST_TEMPERATURE} or more: vLLM raises it"
+        problems.append(("loss.temperature", message))
     given: Any = sampling.get("temperature")
     for key, temperature in (
         (f"{base}.temperature", 1.0 if given is None else given),

@@ -26,6 +26,8 @@ def sampling_params(
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     merged = {**defaults, **(overrides or {})}
+    # null stands for vLLM's default, which its own class knows of max_tokens only: no limit.
+    merged = {k: v for k, v in merged.items() if v is not None or k == "max_tokens"}
     count = merged.pop("n", 1)
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise RequestError(f"sampling_params.n must be a positive integer, got {count!r}")

@@ -125,6 +125,7 @@ def test_values_out_of_range_are_refused(override: str) -> None:
         (["policy.sampling_params.max_tokens=4000"], "policy.sampling_params.max_tokens"),
         (["policy.sampling_params.temperature=0.7"], "policy.sampling_params.temperature"),
         (["ref_model.temperature=0.7"], "ref_model.temperature"),
+        (["loss.temperature=0.005"], "loss.temperature"),  # vLLM would sample at 0.01
         (["policy.sampling_params.top_p=0.9"], "policy.sampling_params.top_p"),
         (
             ["policy.sampling_params.top_k=5", "loss.rollout_correction=none"],
