@@ -189,9 +189,8 @@ class Climb:
                     verdict.refused = True
                 else:
                     reason = decision.reason
-                    await to_its_end(self._commit(candidate))
                     default: Outcome = "demoted" if candidate.demoted else "accepted"
-                    verdict.outcome = outcome or default
+                    await to_its_end(self._commit(candidate, outcome or default))
             elif decision.refused:
                 self._to(State.REFUSED, reason, candidate.scored(), candidate)
                 verdict.refused |= candidate.scheme is None
@@ -260,7 +259,7 @@ class Climb:
             return ""
         return "its plan failed its probation while it was made"
 
-    async def _commit(self, candidate: Candidate) -> None:
+    async def _commit(self, candidate: Candidate, outcome: Outcome) -> None:
         """It serves from now on; PublishError if that did not work."""
         serving, ladder, ref = self.parts.serving, self.parts.ladder, candidate.ref
         assert ref is not None
@@ -269,7 +268,7 @@ class Climb:
         self._to(State.COMMITTED, "every generator replica serves it", {}, candidate)
         served = Served(ref, candidate.plan, self.passage)
         serving.enter(served)
-        self.served = True
+        self.served, self.verdict.outcome = True, outcome
         if served.quantized:
             self._to(State.PROBATION, "live traffic judges it", {}, candidate)
             if reason := self._guilty(candidate):  # found in the moment of the flip

@@ -210,11 +210,13 @@ class PTQ:
     async def _publish(self, verdict: Verdict, must_serve: bool) -> None:
         climb = Climb(self._parts, verdict)
         await self.serving.check()
-        # What serves may be guilty and could not be taken back: rather this version in bf16.
-        await climb.run(must_serve or self._watch.guilty)
-        current = self.serving.current
-        if climb.served and current is not None and current.quantized:
-            self._watch.probation.serves(current.ref.artifact_id, current.plan)
+        try:
+            # What serves may be guilty and could not be taken back: rather this version in bf16.
+            await climb.run(must_serve or self._watch.guilty)
+        finally:  # a cancellation may have waited for the commit
+            current = self.serving.current
+            if climb.served and current is not None and current.quantized:
+                self._watch.probation.serves(current.ref.artifact_id, current.plan)
 
     async def accompanied(self) -> ArtifactRef | None:
         """Waits until what serves has its companion, or cannot have it; the companion or None."""

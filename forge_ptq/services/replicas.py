@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from forge_ptq.services.crew import FleetError
 from forge_ptq.services.guard import StagedSlot
+
+T = TypeVar("T")
 
 
 class PublishError(RuntimeError):
@@ -41,7 +43,7 @@ async def within(call: Awaitable[Any], endpoint: str, deadline_s: float) -> Any:
         raise PublishError(f"no answer to {endpoint} within {deadline_s:g} s") from error
 
 
-async def to_its_end(work: Coroutine[Any, Any, None]) -> None:
+async def to_its_end(work: Coroutine[Any, Any, T]) -> T:
     """Work that must not stop half-way: a cancellation waits for its end. It has deadlines."""
     task = asyncio.create_task(work)
     cancelled: asyncio.CancelledError | None = None
@@ -55,7 +57,7 @@ async def to_its_end(work: Coroutine[Any, Any, None]) -> None:
         if failure is not None:
             cancelled.add_note(f"after {type(failure).__name__}: {failure}")
         raise cancelled
-    task.result()
+    return task.result()
 
 
 def survivors(results: Sequence[Any], what: str) -> list[Any]:

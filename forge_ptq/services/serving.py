@@ -113,11 +113,12 @@ class Serving(History):
         ref = self.current.ref
         try:
             serving = await self._live(self.cfg.deadlines.commit_s)
+            if (committed := await store.get_committed()) != ref:
+                log.warning("the pointer named %s, not %s", committed, ref.artifact_id)
+                await store.set_committed(ref)
             if all(artifact_id == ref.artifact_id for artifact_id in serving):
                 return
             log.warning("of %d generator replicas not all serve %s", len(serving), ref.artifact_id)
-            if await store.get_committed() != ref:
-                await store.set_committed(ref)
         except Exception as error:
             log.warning("what the generator replicas serve was not checked: %s", error)
             log.debug("check of %s", ref.artifact_id, exc_info=True)
@@ -126,28 +127,34 @@ class Serving(History):
 
     # ---- rollback
 
-    async def go_back(self, ref: ArtifactRef) -> int:
-        """Make every replica serve an artifact of the store; returns how many are behind.
+    async def bring(self, ref: ArtifactRef) -> None:
+        """Have every replica hold an artifact of the store in its idle slot, where it is not still.
 
-        PublishError, StoreError or what a replica raised if it did not come to that: then nothing
-        has moved. Once the pointer has moved it is the truth, and a replica that does not follow
-        within the deadline ends itself and comes back with it.
+        PublishError, StoreError or what a replica raised if one does not.
         """
         limit = self.cfg.deadlines.stage_s
         descriptions = survivors(
             await call_all(self.policy, "describe", deadline_s=limit), "describe"
         )
+        self._replicas = max(self._replicas, len(descriptions))
         idle = [staged_slot(description) for description in descriptions]
         if not all(slot.complete and slot.artifact_id == ref.artifact_id for slot in idle):
             survivors(await call_all(self.policy, "stage", ref, deadline_s=limit), "stage")
+
+    async def go_back(self, ref: ArtifactRef) -> int:
+        """Make every replica serve what ``bring`` has brought; returns how many are behind.
+
+        PublishError if the pointer cannot be moved: then nothing has. Once it has it is the truth,
+        and a replica that does not follow within the deadline ends itself and comes back with it.
+        """
         await self._move_pointer(ref)
         await self._conform(ref)
         try:
-            serving = await self._live(limit)
+            serving = await self._live(self.cfg.deadlines.stage_s)
         except Exception as error:
             log.warning("no generator answers after the rollback: %s", error)
             log.debug("rollback to %s", ref.artifact_id, exc_info=True)
-            return len(descriptions)
+            return self._replicas
         return sum(artifact_id != ref.artifact_id for artifact_id in serving)
 
     async def _conform(self, ref: ArtifactRef) -> None:

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from forge_ptq import store
+from forge_ptq.artifact import ArtifactRef
 from forge_ptq.engine.admission import Arm
 from forge_ptq.services import guard, publish_metrics
 from forge_ptq.services.ab import ABTest
@@ -30,7 +31,7 @@ from forge_ptq.services.candidate import Candidate
 from forge_ptq.services.parts import Parts
 from forge_ptq.services.passage import Passage, State, finite
 from forge_ptq.services.probation import Judgement, Probation
-from forge_ptq.services.replicas import PublishError
+from forge_ptq.services.replicas import PublishError, to_its_end
 from forge_ptq.services.sampler import prompt_digest
 from forge_ptq.services.serving import FULL_PRECISION, Served
 from forge_ptq.services.verdict import Rollback
@@ -172,63 +173,60 @@ class Watch:
         return current is not None and current.ref.artifact_id in self.parts.ladder.banned
 
     async def take_back(self, oldest_usable: int) -> Rollback | None:
-        """Make something else serve; None, and why in the log, if that did not work."""
-        serving = self.parts.serving
-        started, guilty = time.perf_counter(), serving.current
+        """Make something else serve; None, and why in the log, if that did not work.
+
+        A cancellation ends it while nothing has moved, else it waits until all of it has.
+        """
+        started, guilty = time.perf_counter(), self.parts.serving.current
         assert guilty is not None
-        if (back := await self._exactly(oldest_usable)) is not None:
-            exact, (served, behind) = True, back
-        else:
-            exact, behind = False, 0
+        if (rollback := await self._exactly(guilty, oldest_usable, started)) is None:
             try:
-                served = await self._in_bf16(guilty)
+                rollback = await self._in_bf16(guilty, started)
             except Exception as error:
                 version = guilty.ref.policy_version
                 log.warning("version %d could not be taken back: %s", version, error)
                 log.debug("version %d", version, exc_info=True)
                 return None
-        reason = self._reason or "rolled back before"
-        old, new = guilty.ref, served.ref
-        if guilty.passage.state in (State.PROBATION, State.CONFIRMED):  # of an earlier session
-            serving.note(guilty.passage.to(State.CONDEMNED, reason, {}, old.artifact_id))
-        numbers = {"to_version": new.policy_version, "exact": exact, "behind": behind}
-        serving.note(guilty.passage.to(State.ROLLED_BACK, reason, numbers, old.artifact_id))
-        serving.enter(served)
-        self.probation.forget(served.plan, [old.artifact_id])
-        rollback = Rollback(
-            version_from=old.policy_version,
-            version_to=new.policy_version,
-            artifact_from=old.artifact_id,
-            artifact_to=new.artifact_id,
-            reason=reason,
-            exact=exact,
-            behind=behind,
-            transitions=(),
-            seconds=time.perf_counter() - started,
-        )
         log.warning("%s", rollback)
         return rollback
 
-    async def _exactly(self, oldest_usable: int) -> tuple[Served, int] | None:
-        """The last confirmed artifact that is there and young enough, and the replicas behind."""
+    async def _exactly(self, guilty: Served, oldest_usable: int, started: float) -> Rollback | None:
+        """To the last confirmed artifact that is there and young enough; None if none can be."""
         serving = self.parts.serving
+
+        async def go_back(target: Served) -> Rollback:
+            behind = await serving.go_back(target.ref)
+            return self._taken_back(guilty, target, started, behind)
+
         for target in list(serving.targets()):
             young = target.ref.policy_version >= oldest_usable
             if not young or target.ref.artifact_id in self.parts.ladder.banned:
                 continue
+            brought = Candidate(target.ref.policy_version, ref=target.ref)
             try:
                 await store.get_manifest(target.ref)
-                return target, await serving.go_back(target.ref)
-            except Exception as error:
+                await serving.bring(target.ref)
+                return await to_its_end(go_back(target))
+            except BaseException as error:
+                if serving.current is guilty:  # a replica may still be staging it
+                    await self.parts.publisher.abandon(brought)
+                if not isinstance(error, Exception):
+                    raise
                 log.warning("no way back to %s: %s", target.ref.artifact_id, error)
                 log.debug("rollback to %s", target.ref.artifact_id, exc_info=True)
         return None
 
-    async def _in_bf16(self, guilty: Served) -> Served:
-        """The version that serves, as it was pushed."""
+    async def _in_bf16(self, guilty: Served, started: float) -> Rollback:
+        """To the version that serves, as it was pushed."""
         publisher, serving, cfg = self.parts.publisher, self.parts.serving, self.parts.cfg
         version = guilty.ref.policy_version
         candidate = Candidate(version, FULL_PRECISION)
+
+        async def commit(ref: ArtifactRef) -> Rollback:
+            await serving.commit(ref, candidate.numbers)
+            served = Served(ref, FULL_PRECISION, Passage(version, State.CONFIRMED))
+            return self._taken_back(guilty, served, started)
+
         try:
             await publisher.quantize(candidate)
             await publisher.stage(candidate)
@@ -236,11 +234,36 @@ class Watch:
             if not decision.accepted:
                 raise PublishError(decision.reason)
             assert candidate.ref is not None
-            await serving.commit(candidate.ref, candidate.numbers)
+            return await to_its_end(commit(candidate.ref))
         except BaseException:
-            await publisher.abandon(candidate)
+            if serving.current is guilty:
+                await publisher.abandon(candidate)
             raise
-        return Served(candidate.ref, FULL_PRECISION, Passage(version, State.CONFIRMED))
+
+    def _taken_back(
+        self, guilty: Served, served: Served, started: float, behind: int | None = None
+    ) -> Rollback:
+        """The other one serves now. behind: of an exact rollback."""
+        serving, exact = self.parts.serving, behind is not None
+        reason = self._reason or "rolled back before"
+        old, new = guilty.ref, served.ref
+        if guilty.passage.state in (State.PROBATION, State.CONFIRMED):  # of an earlier session
+            serving.note(guilty.passage.to(State.CONDEMNED, reason, {}, old.artifact_id))
+        numbers = {"to_version": new.policy_version, "exact": exact, "behind": behind or 0}
+        serving.note(guilty.passage.to(State.ROLLED_BACK, reason, numbers, old.artifact_id))
+        serving.enter(served)
+        self.probation.forget(served.plan, [old.artifact_id])
+        return Rollback(
+            version_from=old.policy_version,
+            version_to=new.policy_version,
+            artifact_from=old.artifact_id,
+            artifact_to=new.artifact_id,
+            reason=reason,
+            exact=exact,
+            behind=behind or 0,
+            transitions=(),
+            seconds=time.perf_counter() - started,
+        )
 
     # ---- memory
 

@@ -37,8 +37,13 @@ async def test_a_publish_cancelled_in_its_commit_ends_the_commit_first(name):
     go.set()
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(task, 10)
-    assert ptq.served_version == 2
+    assert (ptq.served_version, ptq.verdicts[-1].outcome) == (2, "accepted")
     await agree(generators, ptq)
+    setattr(replica, name, real)
+    second = ptq.serving.current
+    assert second is not None
+    await ptq.watch(3, records(second.ref), oldest_usable=0)
+    assert second.confirmed, "live traffic judges it"
 
 
 async def test_a_replica_that_comes_back_right_after_the_commit_with_the_old_one_conforms():
@@ -147,4 +152,23 @@ async def test_after_something_guilty_that_could_not_be_taken_back_the_next_vers
     verdict = await ptq.publish(2)
     assert (verdict.outcome, verdict.scheme) == ("fell_back", "bf16:4")
     assert "not enough probe rollouts" in verdict.reason
+    await agree(generators, ptq)
+
+
+async def test_a_pointer_that_names_something_else_is_set_though_all_replicas_agree(memory):
+    generators = Generators(2)
+    ptq = await launch(generators, FakeFleet("int8_static", LAYERS), guard__on_reject=["keep"])
+    first = await ptq.publish(1)
+
+    def fail() -> RuntimeError:
+        memory.failing.add("set_committed")  # when the pointer is to be moved back
+        return RuntimeError("boom")
+
+    for replica in generators.replicas:
+        replica.faults["commit"] = fail
+    assert (await ptq.publish(2)).outcome == "kept"
+    assert memory.committed.artifact_id != first.artifact_id
+    memory.failing.clear()
+    generators.replicas[0].kl = 0.5
+    assert (await ptq.publish(3)).outcome == "kept"
     await agree(generators, ptq)
