@@ -250,7 +250,8 @@ async def restore(state: GuardState, oldest: int) -> ArtifactRef | None:
     """Put a guard state into a fresh store, before generators and quantizers start from it.
 
     The artifact only if its version is at least ``oldest``, and not newer than the checkpoint, as
-    after a rollback beyond it; returns its reference if it is now the committed one.
+    after a rollback beyond it, and if it has not failed its probation; returns its reference if it
+    is now the committed one.
     """
     from forge_ptq import store, store_stats
 
@@ -260,6 +261,8 @@ async def restore(state: GuardState, oldest: int) -> ArtifactRef | None:
     if state.artifact is None:
         return None
     if not oldest <= state.artifact.manifest.policy_version <= state.step:
+        return None
+    if state.artifact.manifest.artifact_id in state.publisher.get("ladder", {}).get("banned", {}):
         return None
     ref = await store.put_artifact(state.artifact)
     await store.set_committed(ref)

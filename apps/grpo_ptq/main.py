@@ -235,16 +235,20 @@ async def watch(
 ) -> None:
     """Shows the guard what training step `step` found in its rollouts. It may take back what
     serves."""
-    if forge.ptq is None:
+    if (ptq := forge.ptq) is None:
         return
     records = mismatch_records(inputs, await forge.sequence_mismatch(), step - 1)
     oldest = oldest_usable(step, cfg.trainer.training.steps, cfg.ptq.publish_every, cfg.off_by_n)
-    with report.phase("train/watch"):
-        rollback = await forge.ptq.watch(step, records, oldest)
+    before = len(ptq.ladder.condemned), ptq.serving.current
+    try:
+        with report.phase("train/watch"):
+            rollback = await ptq.watch(step, records, oldest)
+    finally:  # also where a cancellation came upon it
+        if before != (len(ptq.ladder.condemned), ptq.serving.current):
+            await saving.condemned()
     if rollback is not None:
         report.add_rollback(step, rollback)
-        await budget.serves(forge.ptq.served_version)
-        await saving.rolled_back()
+        await budget.serves(ptq.served_version)
 
 
 async def serve(

@@ -34,8 +34,9 @@ async def restore(cfg: RunConfig, report: RunReport) -> GuardState | None:
     """Puts what an earlier session saved into the fresh store, before anything is spawned: the
     generators then start from the artifact that served, the quantizers from the live calibration.
 
-    An artifact that would be too old to train on stays out; the rest counts all the same. None, and
-    an event, if nothing that was saved can be read: the run calibrates anew.
+    An artifact that would be too old to train on, or that has failed its probation, stays out; the
+    rest counts all the same. None, and an event, if nothing that was saved can be read: the run
+    calibrates anew.
     """
     if not (cfg.ptq.enabled and cfg.trainer.checkpoint.enable):
         return None
@@ -52,7 +53,7 @@ async def restore(cfg: RunConfig, report: RunReport) -> GuardState | None:
     steps, every = cfg.trainer.training.steps, cfg.ptq.publish_every
     served = await guard_state.restore(state, oldest_usable(step, steps, every, cfg.off_by_n))
     live = state.calibration
-    calibrated = f"calibration {live.round} is live" if live else "nothing is calibrated"
+    calibrated = f"calibration {live.round} if it fits the plan" if live else "no calibration"
     serving = f"version {served.policy_version} serves again" if served else "nothing serves yet"
     report.note(f"the guard goes on from step {state.step}: {calibrated}, {serving}")
     return state
@@ -63,6 +64,7 @@ class Saving:
 
     await saving.trained(step)   after each step: was the checkpoint saved that was due?
     await saving.guard(step)     between two publishes: saves the guard state if it is due
+    await saving.condemned()     what has served failed its probation: saves it at once
     await saving.close()         at the end
     """
 
@@ -106,8 +108,9 @@ class Saving:
         if self._due(step) and self._saved == step:
             await self._save(step)
 
-    async def rolled_back(self) -> None:
-        """What serves was taken back: the last checkpoint must not bring it back on a resume."""
+    async def condemned(self) -> None:
+        """What has served was found guilty, and maybe taken back: the last checkpoint must not
+        bring it back on a resume."""
         if self._saved and self._cfg.checkpoint.enable:
             await self._save(self._saved)
 

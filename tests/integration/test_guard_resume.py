@@ -122,7 +122,7 @@ async def test_what_was_rolled_back_after_the_checkpoint_does_not_come_back(
     await run.step(4, version=4)
     guilty: Any = await store.get_committed()
     await run.step(5, version=back_to)
-    await run.saving.rolled_back()
+    await run.saving.condemned()
     run = await renewed(run)
     state: Any = await restore(run.cfg, run.report)
     assert (state.step, state.ref.policy_version) == (4, back_to)
