@@ -3,7 +3,8 @@
 Both score the same sampled tokens at the sampling temperature; per token, in fp32:
 
     gap   = trainer log-probability - generator log-probability
-    ratio = exp(gap), the importance ratio, with |gap| held at 20 so that its square stays finite
+    ratio = exp(gap), the importance ratio; in it and in k3 |gap| is held at 20, so that its square
+            stays finite
 
 Every sequence becomes one row of sums and maxima in fp64 (`COLUMNS`), so that a step may be split
 into micro-batches and over ranks in any way: rows are concatenated, never averaged, and `reduce`

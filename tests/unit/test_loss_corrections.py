@@ -1,7 +1,7 @@
 """Which tokens count and with what weight: at the limits, with non-finite values, in company."""
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 
 import pytest
 import torch
@@ -161,6 +161,45 @@ def test_a_token_that_the_reference_alone_finds_likely_poisons_nothing(beta):
     assert logits.grad[0].isfinite().all()
     kl_gradient = 1 - math.exp(-2.0 + math.log(3))
     assert float(logits.grad[1, 0, 0]) == pytest.approx((-1 + beta * kl_gradient) * (2 / 3) / 2)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rollout_correction": "tis", "tis_cap": 1.2, "temperature": 0.7},
+        {"rollout_correction": ["geometric_mask", "sequence_tis"], "tis_cap": 1.05,
+         "geometric_low": 0.5, "geometric_high": 3.0, "temperature": 1.6},
+        {"rollout_correction": "icepop", "icepop_low": 0.6, "veto_ratio": 0.2},
+        {"rollout_correction": "none", "clip_low": 0.2, "clip_high": 0.28},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_sums_are_over_the_tokens_that_count(settings):
+    loss = grpo(beta=0.2, **settings)
+    data = batch(1)
+    sequences = tokens(data, loss)
+    expected: dict[str, float] = defaultdict(float)
+    for b, found in enumerate(sequences):
+        mean = math.exp(sum(t["gap"] for t in found) / len(found)) if found else 0.0
+        for r, t in enumerate(found):
+            if t["why"]:
+                continue
+            scaled = (data["logits"][b, r].double() / loss.temperature).log_softmax(-1)
+            ratio, clips = t["ratio"], loss.clip_low is not None
+            held = min(max(ratio, 0.8), 1.28) if clips else 1.0
+            surrogate = min((ratio if clips else 1.0) * t["advantage"], held * t["advantage"])
+            whole = ratio if "tis" in loss.corrections() else mean
+            weights = {"tis", "sequence_tis"} & set(loss.corrections())
+            expected["tokens"] += 1
+            expected["logprob"] += t["lp"]
+            expected["kl_ref"] += math.exp(t["ref"] - t["lp"]) - (t["ref"] - t["lp"]) - 1
+            expected["entropy"] -= float((scaled.exp() * scaled).sum())
+            expected["policy_loss"] -= t["weight"] * surrogate
+            expected["ratio_capped"] += bool(weights and whole > loss.tis_cap)
+            expected["clipped"] += bool(clips and surrogate < ratio * t["advantage"])
+    got = {name: float(value) for name, value in loss(**data).sums.items()}
+    assert got == pytest.approx({name: expected[name] for name in got}, rel=1e-4)
+    assert got["ratio_capped"] + got["clipped"] + (15 - got["tokens"]) > 0
 
 
 @pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean", "fixed_length"])

@@ -97,9 +97,11 @@ def test_nothing_to_compare(shape):
 def test_left_out_tokens_are_counted_over_all_response_tokens():
     response = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]).bool()
     none = torch.zeros_like(response)
+    valid = response.clone()
+    valid[0, 2] = False  # not finite, and a token of the response all the same
     first, second = response & torch.tensor([[1], [0]]).bool(), none.clone()
     second[1, 0] = True
-    rows = as_rows(sequence_rows(torch.zeros(2, 4), response, response, second, first, none))
+    rows = as_rows(sequence_rows(torch.zeros(2, 4), response, valid, second, first, none))
     numbers = reduce(rows)
     assert numbers["masked_fraction"] == 1 / 7
     assert numbers["vetoed_fraction"] == 3 / 7
