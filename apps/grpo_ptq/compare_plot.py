@@ -28,7 +28,7 @@ def draw(result: Mapping[str, Any], groups: Mapping[str, str], path: Path) -> Pa
     )  # fmt: skip
     temporary = path.with_name(f".{path.name}.{os.getpid()}.png")
     try:
-        colors = {arm: COLORS[i % len(COLORS)] for i, arm in enumerate(result["arms"])}
+        colors = colors_of(groups, result["reference"])
         for column, group in enumerate(columns):
             arms = {
                 name: arm
@@ -45,7 +45,7 @@ def draw(result: Mapping[str, Any], groups: Mapping[str, str], path: Path) -> Pa
                 _band(rise, arm["rises"], colors[name], times=100, floor=FLOOR)
             mismatch.set_yscale("log")
             rise.set_yscale("log")
-            above.legend(frameon=False, fontsize=8, loc="lower right", title="arm (seeds)")
+            above.legend(frameon=False, fontsize=8, loc="best", title="arm (seeds)")
             _bars(speed, arms, colors)
         texts = ("mean reward", "mismatch k3, nats", "perplexity rise, %", "tokens/s")
         for row, text in enumerate(texts):
@@ -62,6 +62,16 @@ def draw(result: Mapping[str, Any], groups: Mapping[str, str], path: Path) -> Pa
         plt.close(figure)
         temporary.unlink(missing_ok=True)
     return path
+
+
+def colors_of(groups: Mapping[str, str], reference: str) -> dict[str, str]:
+    """A color for every arm, told apart from those that share its column."""
+    colors, used = {reference: COLORS[0]}, dict.fromkeys(groups.values(), 0)
+    for arm, group in groups.items():
+        if arm != reference:
+            colors[arm] = COLORS[1 + used[group] % (len(COLORS) - 1)]
+            used[group] += 1
+    return colors
 
 
 def _band(

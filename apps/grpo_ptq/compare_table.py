@@ -35,7 +35,7 @@ def markdown(result: Mapping[str, Any]) -> str:
             shown(arm["mismatch_k3"], "{:.2g}"),
             shown(arm["lowest_ess"], "{:.3f}"),
             shown(arm["left_out"], "{:.2f} %", 100),
-            shown(arm["perplexity_rise"], "{:.2g} %", 100),
+            shown(arm["perplexity_rise"], "{:.2f} %", 100),
             outcomes or "-",
             shown(arm["tokens_per_s"], "{:.0f}"),
         ]

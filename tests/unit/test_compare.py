@@ -13,6 +13,7 @@ import pytest
 
 from apps.grpo_ptq.compare import Comparison, load, main
 from apps.grpo_ptq.compare_numbers import estimate, record_of
+from apps.grpo_ptq.compare_plot import colors_of
 from apps.grpo_ptq.compare_table import markdown, verdict
 from forge_ptq.config import ConfigError
 
@@ -207,6 +208,11 @@ def test_the_shipped_comparison_is_sound():
     cfg = load(str(ROOT / "configs" / "compare_tiny_cpu.yaml"))
     assert len(cfg.seeds) >= 5
     cfg.base = str(ROOT / cfg.base)
+    groups = {name: arm.group for name, arm in cfg.arms.items()}
+    colors = colors_of(groups, cfg.reference)
+    for column in set(groups.values()):  # the reference is drawn in every one
+        shown = {arm for arm in groups if groups[arm] == column} | {cfg.reference}
+        assert len({colors[arm] for arm in shown}) == len(shown)
     comparison = Comparison(cfg, Path("unused"), [])
     assert {comparison.steps(arm) for arm in cfg.arms} == {40}
     with pytest.raises(ConfigError, match="tis_cap"):
