@@ -1,4 +1,5 @@
-"""The companion of what serves is made after publish or a rollback has returned.
+"""The companion of what serves is made after publish or a rollback has returned, and given to a
+replica that has come back.
 
 Rollouts go on meanwhile. It takes the publisher's lock, so nothing else is staged before it is
 done; if a publish comes first, what is made is the companion of what serves then.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from typing import Any
 
 from forge_ptq.artifact import ArtifactRef
 
@@ -16,26 +17,25 @@ log = logging.getLogger(__name__)
 
 
 class Accompanying:
-    """make: makes the companion of what serves now, deadlines included. lock: of whatever fills
-    idle slots."""
+    """serving: serving.Serving. fleet: fleet.QuantizerFleet. lock: of whatever fills idle slots."""
 
-    def __init__(
-        self, make: Callable[[], Awaitable[ArtifactRef | None]], lock: asyncio.Lock
-    ) -> None:
-        self._make = make
+    def __init__(self, serving: Any, fleet: Any, lock: asyncio.Lock) -> None:
+        self._serving = serving
+        self._fleet = fleet
         self._lock = lock
         self._task: asyncio.Task[ArtifactRef | None] | None = None
         self._closed = False
 
-    def begin(self) -> None:
-        """Call it without the lock. One that still waits for the lock will do."""
+    def begin(self, replica: Any = None) -> None:
+        """Call it without the lock. One that still waits for the lock will do. replica: the actor
+        that alone lacks it."""
         if not self._closed and (self._task is None or self._task.done()):
-            self._task = asyncio.create_task(self._run())
+            self._task = asyncio.create_task(self._run(replica))
 
-    async def _run(self) -> ArtifactRef | None:
+    async def _run(self, replica: Any) -> ArtifactRef | None:
         async with self._lock:
             try:
-                return await self._make()
+                return await self._serving.accompany(self._fleet, replica)
             except Exception:
                 log.exception("the companion could not be made")
                 return None

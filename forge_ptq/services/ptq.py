@@ -20,11 +20,10 @@ publish(version) in order, each phase with its own deadline (cfg.deadlines):
     decide      guard.decide
     commit      store.set_committed(artifact), then every replica flips (serving.py)
 
-The companion (ptq.ab, ptq.precision_by_load) is made after publish has returned (companion.py).
-
 Whatever fails before commit empties the idle slots again and the live ones serve on: the verdict
 is "kept", with the reason. What follows a refusal is in ladder.py and climb.py, what happens after
-the commit in probation.py and watch.py.
+the commit in probation.py and watch.py, the companion (ptq.ab, ptq.precision_by_load), which is
+made after publish has returned, in companion.py.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ from forge_ptq.services.parts import Parts
 from forge_ptq.services.passage import Passage, State, Transition
 from forge_ptq.services.sampler import RolloutSampler
 from forge_ptq.services.schedule import Schedule
-from forge_ptq.services.serving import Served, Serving, plan_of
+from forge_ptq.services.serving import FULL_PRECISION, Served, Serving, plan_of
 from forge_ptq.services.verdict import Rollback, Verdict
 from forge_ptq.services.watch import Watch
 
@@ -63,8 +62,8 @@ log = logging.getLogger(__name__)
 
 SCHEMA = 1
 CLOSE_TIMEOUT_S = 10.0
-VERDICTS_KEPT = 1000
-NOTES_KEPT = 1000
+KEPT = 1000
+"""Verdicts, rollbacks and untold transitions that are kept."""
 
 
 class PTQ:
@@ -80,8 +79,8 @@ class PTQ:
             plan_fraction=auto / (auto + cfg.calibration.rollouts),
             max_tokens=cfg.sampler.max_tokens,
         )
-        self.verdicts: deque[Verdict] = deque(maxlen=VERDICTS_KEPT)
-        self.rollbacks: deque[Rollback] = deque(maxlen=VERDICTS_KEPT)
+        self.verdicts: deque[Verdict] = deque(maxlen=KEPT)
+        self.rollbacks: deque[Rollback] = deque(maxlen=KEPT)
         self.fleet = fleet
         self.serving = Serving(cfg, policy, self._note)
         self.ladder = Ladder(cfg.guard.recover_after)
@@ -98,10 +97,10 @@ class PTQ:
             self.faults,
         )
         self._watch = Watch(self._parts)
-        self._notes: deque[Transition] = deque(maxlen=NOTES_KEPT)
+        self._notes: deque[Transition] = deque(maxlen=KEPT)
         """Transitions that no verdict or rollback has told yet."""
         self._lock = asyncio.Lock()
-        self._accompanying = Accompanying(lambda: self.serving.accompany(fleet), self._lock)
+        self._accompanying = Accompanying(self.serving, fleet, self._lock)
         self._closed = False
 
     @classmethod
@@ -149,15 +148,18 @@ class PTQ:
             ptq._watch.restore(state.get("watch", {}))
         current = ptq.serving.current
         if committed is not None and (current is None or current.ref != committed):
-            layers = (await store.get_manifest(committed)).layers
-            plan, version = plan_of(layers), committed.policy_version
-            served = Served(committed, plan, Passage(version, State.PROBATION))
-            if not served.quantized:
-                served.passage.to(State.CONFIRMED, "full precision needs no probation")
-            ptq.serving.enter(served)
-        if (current := ptq.serving.current) is not None and current.quantized:
-            ptq._watch.probation.serves(current.ref.artifact_id, current.plan)
+            plan = plan_of((await store.get_manifest(committed)).layers)
+            begin = State.CONFIRMED if plan == FULL_PRECISION else State.PROBATION
+            ptq.serving.enter(Served(committed, plan, Passage(committed.policy_version, begin)))
+        ptq._watch.begin()
+        if hasattr(policy, "session"):  # a service; a single actor is not respawned
+            policy.on_respawn(ptq._respawned)
         return ptq
+
+    async def _respawned(self, _: int, actor: Any) -> None:
+        """A generator replica has come back; it takes requests once this has returned."""
+        await self.serving.rejoin(actor)
+        self._accompanying.begin(actor)
 
     def state(self) -> dict[str, Any]:
         """What is remembered between publishes, as JSON; ``attach`` takes it."""
@@ -214,9 +216,8 @@ class PTQ:
             # What serves may be guilty and could not be taken back: rather this version in bf16.
             await climb.run(must_serve or self._watch.guilty)
         finally:  # a cancellation may have waited for the commit
-            current = self.serving.current
-            if climb.served and current is not None and current.quantized:
-                self._watch.probation.serves(current.ref.artifact_id, current.plan)
+            if climb.served:
+                self._watch.begin()
 
     async def accompanied(self) -> ArtifactRef | None:
         """Waits until what serves has its companion, or cannot have it; the companion or None."""
@@ -291,8 +292,7 @@ class PTQ:
                     await store.drop_artifact(artifact_id)
             older = [v for v in await store.weight_versions() if v < version]
             needed = {served.ref.policy_version for served in list(self.serving.targets())[:1]}
-            for old in older[:-1]:
-                if old not in needed | {self.served_version}:
-                    await store.drop_weights(old)
+            for old in set(older[:-1]) - needed - {self.served_version}:
+                await store.drop_weights(old)
         except store.StoreError as error:
             log.warning("clean-up after version %d: %s", version, error)

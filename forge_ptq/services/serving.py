@@ -157,6 +157,13 @@ class Serving(History):
             return self._replicas
         return sum(artifact_id != ref.artifact_id for artifact_id in serving)
 
+    async def rejoin(self, replica: Any) -> None:
+        """A replica that has come back, an actor, serves what is committed now, whatever the
+        pointer named when it read it. What it raised if it does not: then it ends itself.
+        """
+        limit = self.cfg.deadlines.stage_s + self.cfg.deadlines.commit_s
+        await call_all(replica, "conform", limit, deadline_s=limit + GRACE_S)
+
     async def _conform(self, ref: ArtifactRef) -> None:
         """Replicas that do not serve what is committed are made to, or end. Never raises."""
         limit = self.cfg.deadlines.stage_s + self.cfg.deadlines.commit_s
@@ -193,10 +200,11 @@ class Serving(History):
 
     # ---- companion
 
-    async def accompany(self, fleet: Any) -> ArtifactRef | None:
+    async def accompany(self, fleet: Any, replica: Any = None) -> ArtifactRef | None:
         """Let the serving version serve in bf16 as well, where the configuration asks for it.
 
-        Never raises: without it the run goes on with the live slot alone.
+        replica: the actor that alone lacks it, if it is made already. Never raises: without it the
+        run goes on with the live slot alone.
         """
         current = self.current
         if current is None or not current.quantized:
@@ -204,15 +212,18 @@ class Serving(History):
         if not (self.cfg.ab.enabled or self.cfg.precision_by_load.enabled):
             return None
         limits = self.cfg.deadlines
+        to = self.policy
         try:
-            if self.companion is None:
+            if self.companion is not None:
+                to = replica or to
+            else:
                 work = fleet.quantize(current.ref.policy_version, FULL_PRECISION)
                 limit = limits.quantize_s + 2 * GRACE_S
                 self.companion = await within(work, "quantize", limit)
                 self._companions[self.companion.artifact_id] = current.plan
                 for old in list(self._companions)[:-HISTORY]:
                     del self._companions[old]
-            await call_all(self.policy, "accompany", self.companion, deadline_s=limits.stage_s)
+            await call_all(to, "accompany", self.companion, deadline_s=limits.stage_s)
         except Exception as error:
             version = current.ref.policy_version
             log.warning("version %d serves without its full precision: %s", version, error)

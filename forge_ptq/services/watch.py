@@ -52,6 +52,12 @@ class Watch:
         self._ab: ABTest | None = None
         self._ab_plan = FULL_PRECISION
 
+    def begin(self) -> None:
+        """Watch what serves now, unless it has been found guilty already."""
+        current = self.parts.serving.current
+        if current is not None and current.quantized and not self.guilty:
+            self.probation.serves(current.ref.artifact_id, current.plan)
+
     # ---- evidence
 
     def offer(self, episodes: Iterable[Any]) -> None:

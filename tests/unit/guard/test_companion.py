@@ -153,7 +153,7 @@ async def test_what_making_a_companion_raises_is_logged(monkeypatch, caplog):
     generators = Generators()
     ptq = await launch(generators, FakeFleet("int8_static", LAYERS), ab__enabled=True)
 
-    async def broken(fleet: Any) -> None:
+    async def broken(fleet: Any, replica: Any) -> None:
         raise KeyError("a bug")
 
     monkeypatch.setattr(ptq.serving, "accompany", broken)

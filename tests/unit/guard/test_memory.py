@@ -52,7 +52,8 @@ async def test_what_was_condemned_and_not_taken_back_is_after_a_restart():
     generators.replicas[0].faults.clear()
     state = json.loads(json.dumps(ptq.state()))
     other = await launch(generators, FakeFleet("int8_static", LAYERS), state=state)
-    rollback = await other.watch(3, [], 0)
+    rollback = await other.watch(3, records(bad, k3=0.5), 0)
+    assert other.ladder.owed == 1, "one guilt is one step"
     assert rollback is not None
     assert "mismatch 0.5" in rollback.reason
     await agree(generators, other)

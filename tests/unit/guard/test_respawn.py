@@ -1,0 +1,87 @@
+"""Generator replicas that come back; over doubles."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import AsyncMock
+
+import pytest
+
+from tests.integration.publish_doubles import FakeFleet, Generators
+from tests.unit.guard.support import LAYERS, agree, launch
+
+
+def respawning(generators: Generators, callbacks: list[Any]) -> Any:
+    """Makes it a service that can say that a replica has come back, as an actor by itself."""
+    generators.session, generators.on_respawn = None, callbacks.append  # type: ignore[attr-defined]
+
+    async def come_back(number: int, pointer: Any) -> None:
+        """pointer: what it had read in the store when it was started."""
+        replica = generators.replicas[number]
+        replica.live, replica.idle, replica.companion = pointer.artifact_id, None, None
+        names = ("conform", "accompany")
+
+        def endpoint(name: str) -> Any:
+            async def call_one(*args: Any) -> Any:
+                return await replica.call(name, *args)
+
+            return SimpleNamespace(call_one=call_one)
+
+        actor = SimpleNamespace(**{name: endpoint(name) for name in names})
+        for callback in callbacks:
+            await callback(number, actor)
+
+    return come_back
+
+
+async def test_a_replica_that_comes_back_serves_what_is_committed_now_and_its_companion():
+    generators, callbacks = Generators(2), []  # type: ignore[var-annotated]
+    come_back = respawning(generators, callbacks)
+    ptq = await launch(generators, FakeFleet("int8_static", LAYERS), ab__enabled=True)
+    await ptq.publish(1)
+    old = ptq.serving.current
+    await ptq.publish(2)
+    beside = await ptq.accompanied()
+    assert old is not None
+    assert beside is not None
+    calls = len(generators.replicas[0].calls)
+    await come_back(1, old.ref)
+    await agree(generators, ptq)
+    assert await ptq.accompanied() == beside
+    assert generators.replicas[1].companion == beside.artifact_id
+    assert len(generators.replicas[0].calls) == calls, "the others go on with theirs"
+    await ptq.publish(3)
+    await ptq.accompanied()
+    await agree(generators, ptq)
+
+
+async def test_coming_back_waits_for_no_publish_and_gets_no_companion_of_a_closed_publisher():
+    generators, callbacks = Generators(2), []  # type: ignore[var-annotated]
+    come_back = respawning(generators, callbacks)
+    ptq = await launch(generators, FakeFleet("int8_static", LAYERS), ab__enabled=True)
+    await ptq.publish(1)
+    beside, current = await ptq.accompanied(), ptq.serving.current
+    assert beside is not None
+    assert current is not None
+    async with ptq._lock:
+        await asyncio.wait_for(come_back(1, current.ref), 5)
+        assert generators.replicas[1].companion is None
+    assert await ptq.accompanied() == beside
+    assert generators.replicas[1].companion == beside.artifact_id
+    await ptq.close()
+    await come_back(1, current.ref)
+    assert generators.replicas[1].companion is None
+
+
+async def test_a_replica_that_cannot_conform_is_not_taken_back_into_service():
+    generators, callbacks = Generators(2), []  # type: ignore[var-annotated]
+    come_back = respawning(generators, callbacks)
+    ptq = await launch(generators, FakeFleet("int8_static", LAYERS))
+    await ptq.publish(1)
+    assert ptq.serving.current is not None
+    generators.replicas[1].conform = broken = AsyncMock(side_effect=RuntimeError("gone"))  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="gone"):
+        await come_back(1, ptq.serving.current.ref)
+    broken.assert_awaited_once()
