@@ -163,9 +163,14 @@ class Comparison:
         with folder.with_name(f"{folder.name}.log").open("w") as log:
             code = _bounded([*command, *settings, *place], log.fileno(), self.cfg.timeout_s)
         folder.mkdir(exist_ok=True)  # a run refused before it began has none
-        seconds = round(time.monotonic() - began, 1)
+        seconds = time.monotonic() - began
         late = seconds >= self.cfg.timeout_s
-        made = {"settings": settings, "exit_code": code, "wall_s": seconds, "timed_out": late}
+        made = {
+            "settings": settings,
+            "exit_code": code,
+            "wall_s": round(seconds, 1),
+            "timed_out": late,
+        }
         write_json(folder / "compare.json", made)
         return record_of(read_json(folder / "summary.json"), arm, seed, made)
 

@@ -147,7 +147,7 @@ def test_what_a_run_without_a_result_failed_of(found, code, late, error):
 
 def test_a_run_past_its_deadline_is_recorded_as_one(config, tmp_path, monkeypatch):
     cfg = load(str(config))
-    cfg.timeout_s = 0.2
+    cfg.timeout_s = 0.24  # rounds down
     comparison = Comparison(cfg, tmp_path, [])
     monkeypatch.setattr("apps.grpo_ptq.compare.subprocess.Popen", _sleeper(subprocess.Popen))
     assert "not over after timeout_s" in comparison.run("bf16", 0).line()
