@@ -146,6 +146,7 @@ class PTQ:
             ptq.ladder.restore(state.get("ladder", {}))
             ptq.serving.restore(state.get("serving", []), committed)
             ptq._watch.restore(state.get("watch", {}))
+            ptq._parts.schedule.restore(state.get("schedule", Schedule(cfg, ptq.sampler).state()))
         current = ptq.serving.current
         if committed is not None and (current is None or current.ref != committed):
             plan = plan_of((await store.get_manifest(committed)).layers)
@@ -168,6 +169,7 @@ class PTQ:
             "ladder": self.ladder.state(),
             "serving": self.serving.state(),
             "watch": self._watch.state(),
+            "schedule": self._parts.schedule.state(),
         }
 
     @property

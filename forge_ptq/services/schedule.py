@@ -12,6 +12,7 @@ that an unchanged weight keeps its int8 code.
     failed()                 it was tried and did not come about
     watch(drifts, live)      what the last reference forward says about the live scales
     refused()                what the gate said
+    state(), restore(state)  what is remembered between publishes
 
 The age of a calibration is a difference of policy versions, which count trainer steps.
 
@@ -156,6 +157,25 @@ class Schedule:
     def refused(self) -> None:
         """A candidate made with the live scales did not pass the gate."""
         self._refused = True
+
+    def state(self) -> dict[str, Any]:
+        """What it knows of the live scales, as JSON. Failures are forgotten: a new session may have
+        mended what they came from."""
+        return {
+            "drifted": self._drifted,
+            "refused": self._refused,
+            "short": None if self._short is None else list(self._short),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Inverse of ``state``; ValueError for anything else."""
+        try:
+            drifted, short = state["drifted"], state["short"]
+            self._drifted = None if drifted is None else str(drifted)
+            self._refused = bool(state["refused"])
+            self._short = None if short is None else (int(short[0]), float(short[1]))
+        except (KeyError, TypeError, IndexError) as error:
+            raise ValueError(f"schedule: not a stored state: {error!r}") from error
 
     def watch(self, drifts: Mapping[str, Drift], live: Calibration | None) -> DriftReport | None:
         """Take in what was measured; None where there is nothing to compare."""

@@ -1,5 +1,6 @@
 """When scales are made anew: first, by period, on drift, and when the first ones were rushed."""
 
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -248,3 +249,31 @@ def test_while_it_waits_the_scales_at_hand_go_on():
         assert reason(plan, 20, live(1, 1)) == "period"
         plan.failed()
     assert [reason(plan, 21 + i, live(1, 1)) for i in range(3)] == [None, "period", "period"]
+
+
+def restarted(plan: Schedule, offered: int = 200) -> Schedule:
+    other = schedule(offered=offered)
+    other.restore(json.loads(json.dumps(plan.state())))
+    return other
+
+
+def test_a_new_session_knows_why_the_scales_are_to_be_made_anew() -> None:
+    plan = schedule()
+    plan.calibrated(live(), first(plan))
+    assert reason(restarted(plan), 9, live()) is None
+    plan.refused()
+    assert reason(restarted(plan), 9, live()) == "refused"
+    plan.watch({"l.q_proj": Drift(0.9, 0.9, 9.0)}, live())
+    assert (reason(restarted(plan), 9, live()) or "").startswith("drift: l.q_proj")
+    short = schedule(offered=40)
+    short.calibrated(live(), first(short))
+    assert reason(restarted(short), 2, live()) == "more rollouts"
+    assert reason(restarted(short), 2, live(round_=2)) is None, "it was of another calibration"
+
+
+@pytest.mark.parametrize(
+    "state", [{}, {"drifted": None, "refused": False, "short": 3}, {"short": []}]
+)
+def test_a_stored_state_that_is_none_is_refused(state: Any) -> None:
+    with pytest.raises(ValueError, match="schedule"):
+        schedule().restore(state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from typing import Any
 
 import pytest
 
@@ -41,6 +42,22 @@ async def test_a_new_publisher_remembers_everything(memory):
     verdict = await third.publish(3)
     assert (verdict.outcome, verdict.level) == ("demoted", 2)
     await agree(generators, third)
+
+
+async def test_a_new_publisher_calibrates_on_what_the_old_one_had_seen(memory):
+    generators, fleet = Generators(), FakeFleet("int8_static", LAYERS)
+    ptq = await launch(generators, fleet, guard__on_reject=["keep"])
+    await ptq.publish(1)
+    generators.replicas[0].kl = 0.2
+    assert (await ptq.publish(2)).refused
+    state = json.loads(json.dumps(ptq.state(), allow_nan=False))
+    generators.replicas[0].kl = 0.01
+    settings: Any = {"guard__on_reject": ["keep"], "drift__min_steps": 2}
+    other = await launch(generators, fleet, state=state, **settings)
+    assert (await other.publish(3)).calibration_reason == "refused"
+    del state["schedule"]  # of a session that did not remember it
+    other = await launch(generators, fleet, state=state, **settings)
+    assert (await other.publish(4)).calibration_reason == ""
 
 
 async def test_what_was_condemned_and_not_taken_back_is_after_a_restart():
