@@ -59,7 +59,8 @@ class GuardConfig(Block):
     on_reject: list[Rung] = field(default_factory=lambda: ["demote", "bf16", "keep"])
     """What follows a refusal, in this order, until something serves. `demote`: the most sensitive
     layers go from static to dynamic to bf16, and the candidate is made again; `bf16`: this version
-    serves in full precision; `keep`: the last good version serves on. Empty is `keep`."""
+    serves in full precision; `keep`: the last good version serves on. Empty is `keep`. Without
+    `demote`, a failed probation puts the whole model into bf16, for `recover_after` publishes."""
 
     demote_attempts: PositiveInt = 2
     """Candidates made by `demote` for one version."""

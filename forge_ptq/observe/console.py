@@ -56,6 +56,15 @@ def publish_line(record: Mapping[str, Any]) -> str:
     return text
 
 
+def serving_version(summary: Mapping[str, Any]) -> int:
+    """The policy version that serves, in whatever precision; 0 is the starting checkpoint."""
+    served = [p["version"] for p in summary.get("publishes", []) if p["verdict"] != "kept"]
+    version = served[-1] if served else 0
+    # After a training step what serves is judged first, and then the step's version published.
+    back = [r["version_to"] for r in summary.get("rollbacks", [])[-1:] if r["step"] > version]
+    return int(back[0] if back else version)
+
+
 def calibration_line(record: Mapping[str, Any]) -> str:
     """The calibration that a publish made, in one line: why, by whom, and the plan that came."""
     text = f"calibrated ({record.get('calibration_reason')}) on {record.get('calibration_tokens')}"
@@ -185,7 +194,7 @@ class ConsoleView:
                 f"   limit {percent(self._limit)}",
             ),
         )
-        facts.add_row("INT8 swaps", self._swaps(snap, publishes))
+        facts.add_row("INT8 swaps", self._swaps(snap))
         facts.add_row(
             "generation",
             f"{number(snap.get('tokens_per_s'), ',.0f')} tokens/s   "
@@ -195,10 +204,9 @@ class ConsoleView:
         return Panel(Group(progress, Text(""), facts), title=self._title, border_style="dim")
 
     @staticmethod
-    def _swaps(snap: Mapping[str, Any], publishes: list[Mapping[str, Any]]) -> Any:
+    def _swaps(snap: Mapping[str, Any]) -> Any:
         from rich.text import Text
 
-        served = [p["version"] for p in publishes if p["verdict"] in SWAPPED]
         demoted, refused, failed = (snap.get(k, 0) for k in ("demoted", "refused", "failed"))
         return Text.assemble(
             (f"{snap.get('accepted', 0)} accepted", "green"),
@@ -206,7 +214,7 @@ class ConsoleView:
             "   ",
             (f"{refused} refused", "red" if refused else ""),
             (f"   {failed} failed", "yellow") if failed else "",
-            f"   serving version {served[-1] if served else 0}",
+            f"   serving version {serving_version(snap)}",
         )
 
     @staticmethod
@@ -248,7 +256,8 @@ def print_summary(summary: Mapping[str, Any], folder: str, console: Console | No
         table.add_row("calibrations", text)
     for record in summary["publishes"]:
         if record["verdict"] not in SWAPPED:
-            table.add_row("not served", publish_line(record))
+            label = "not served" if record["verdict"] == "kept" else "served in bf16"
+            table.add_row(label, publish_line(record))
         elif was_refused(record):
             table.add_row("refused at first", publish_line(record))
     for record in summary.get("rollbacks", []):

@@ -193,10 +193,15 @@ def _judge(divergence: Divergence, limits: Limits, more: bool) -> Decision:
     return _rise(divergence, limits, more)
 
 
+def _percent(rise: float) -> str:
+    """A bound from a handful of rollouts can be anything: 1e12 % says no more than "> 1000%"."""
+    return "> 1000%" if rise > 10 else f"{rise:.2%}"
+
+
 def _numbers(divergence: Divergence, limits: Limits) -> str:
-    low, high = divergence.interval(limits.look_confidence)
+    low, high = map(_percent, divergence.interval(limits.look_confidence))
     return (
-        f"perplexity rise {divergence.perplexity_rise:.2%} [{low:.2%}, {high:.2%}] by "
+        f"perplexity rise {_percent(divergence.perplexity_rise)} [{low}, {high}] by "
         f"{divergence.estimator} over {divergence.tokens} tokens of {divergence.sequences} "
         f"rollouts, limit {limits.max_perplexity_rise:.2%}"
     )
@@ -217,8 +222,8 @@ def _worst(divergence: Divergence, limits: Limits) -> str | None:
     if worst <= limits.max_worst_rise:
         return None
     return (
-        f"worst rollout: perplexity rise {worst:.2%} in number {divergence.worst_sequence} of "
-        f"{divergence.sequences}, limit {limits.max_worst_rise:.2%}"
+        f"worst rollout: perplexity rise {_percent(worst)} in number {divergence.worst_sequence} "
+        f"of {divergence.sequences}, limit {limits.max_worst_rise:.2%}"
     )
 
 

@@ -5,10 +5,18 @@ from __future__ import annotations
 import io
 import math
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from forge_ptq.observe.console import ConsoleView, percent, print_summary, publish_line, sparkline
+from forge_ptq.observe.console import (
+    ConsoleView,
+    percent,
+    print_summary,
+    publish_line,
+    serving_version,
+    sparkline,
+)
 from forge_ptq.observe.report import RunReport
 from forge_ptq.observe.run_dir import create_run_dir
 
@@ -44,6 +52,7 @@ def run(tmp_path: Path, *, terminal: bool) -> str:
                 "refused_rise": 5.0, "reason": "over the limit; then demoted: within",
             }
         )  # fmt: skip
+        report.add_publish({"version": 5, "outcome": "fell_back", "reason": "no layer is left"})
     print_summary(report.summary(), str(run_dir.path), console)
     return out.getvalue()
 
@@ -65,6 +74,8 @@ def test_plain_lines_without_a_terminal(tmp_path: Path) -> None:
     assert "1 accepted, 1 demoted, 2 refused" in text
     assert "version 4: demoted, perplexity rise 1.00 %" in text
     assert "refused at first" in text
+    assert "not served        version 3: kept" in text
+    assert "served in bf16    version 5: fell_back: no layer is left" in text
     assert "results" in text
 
 
@@ -73,7 +84,7 @@ def test_the_live_view_on_a_terminal(tmp_path: Path) -> None:
     assert "\x1b[" in text
     for part in (
         "step 3/3",
-        "serving version 4",
+        "serving version 5",
         "1 demoted",
         "limit 3.00 %",
         "tokens/s",
@@ -91,6 +102,20 @@ def test_a_view_before_anything_happened() -> None:
     view.stop()
     view.stop()
     assert "step 0/0" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_version_that_serves_is_what_came_last() -> None:
+    assert serving_version({}) == 0
+    publishes = [
+        {"version": version, "verdict": verdict}
+        for version, verdict in ((1, "accepted"), (2, "demoted"), (3, "fell_back"), (4, "kept"))
+    ]
+    summary: dict[str, Any] = {"publishes": publishes}
+    assert serving_version(summary) == 3
+    summary["rollbacks"] = [{"step": 4, "version_to": 1}]
+    assert serving_version(summary) == 1
+    publishes.append({"version": 5, "verdict": "accepted"})
+    assert serving_version(summary) == 5
 
 
 def test_small_helpers() -> None:

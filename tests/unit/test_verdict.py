@@ -115,6 +115,21 @@ def test_the_limit_itself_is_allowed_and_nothing_above():
         assert decision.accepted is accepted
 
 
+@pytest.mark.parametrize(
+    ("rise", "half", "text"),
+    [
+        (0.02, 50.0, "perplexity rise 2.00% [-100.00%, > 1000%] by kl"),
+        (0.02, math.inf, "perplexity rise 2.00% [-100.00%, > 1000%] by kl"),
+        (1e9, 0.01, "perplexity rise > 1000% [> 1000%, > 1000%] by kl"),
+        (9.0, 0.01, "perplexity rise 900.00% [890."),
+    ],
+)
+def test_numbers_that_say_nothing_are_not_spelled_out(rise, half, text):
+    assert text in gate(rise, half).reason
+    worst = gate(worst_sequence_rise=1e7).reason
+    assert "worst rollout: perplexity rise > 1000% in number 3 of 20" in worst
+
+
 def test_more_looks_ask_for_wider_intervals():
     one = replace(LIMITS, looks=1)
     three = replace(LIMITS, looks=3)
