@@ -18,6 +18,9 @@ from forge_ptq.observe.summary import is_number, mean
 CURVES = ("reward", "mismatch_k3", "ess", "left_out")
 """Of every training step. `left_out`: share of the tokens that masks and vetoes took."""
 
+WINDOW = 10
+"""Steps that share a row of the reference curves."""
+
 CONFIDENCE = 0.95
 
 
@@ -152,6 +155,7 @@ def compare(
             "perplexity_rise": estimate([mean(r.rises.values()) for r in done]),
             "tokens_per_s": estimate([r.tokens_per_s for r in done]),
             "outcomes": outcomes,
+            "windows": _windows([r.curves["reward"] for r in done]),
             "curves": {name: _curve([r.curves[name] for r in done]) for name in CURVES},
             "rises": _by_version([r.rises for r in done]),
         }
@@ -177,6 +181,18 @@ def _curve(curves: Sequence[Sequence[float | None]]) -> list[dict[str, Any]]:
     return [
         {"step": i + 1, **estimate([c[i] for c in curves if i < len(c)])} for i in range(longest)
     ]
+
+
+def _windows(curves: Sequence[Sequence[float | None]]) -> list[dict[str, Any]]:
+    """Mean reward of every WINDOW steps: over the runs, of the lowest and of the highest run."""
+    longest = max((len(c) for c in curves), default=0)
+    rows = []
+    for start in range(0, longest, WINDOW):
+        each = [m for c in curves if (m := mean(c[start : start + WINDOW])) is not None]
+        low, high = min(each, default=None), max(each, default=None)
+        last = min(start + WINDOW, longest)
+        rows.append({"first": start + 1, "last": last, "low": low, "high": high, **estimate(each)})
+    return rows
 
 
 def _by_version(rises: Sequence[Mapping[int, float]]) -> list[dict[str, Any]]:

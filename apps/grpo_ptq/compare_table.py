@@ -40,7 +40,7 @@ def markdown(result: Mapping[str, Any]) -> str:
             shown(arm["tokens_per_s"], "{:.0f}"),
         ]
         lines.append("| " + " | ".join(cells) + " |")
-    lines += ["", verdict(result), ""]
+    lines += ["", verdict(result), "", *_reference_curves(result["arms"]), ""]
     for run in result["runs"]:
         if not run["completed"]:
             lines.append(
@@ -53,6 +53,27 @@ def markdown(result: Mapping[str, Any]) -> str:
                 "changed nothing, since their loss or gradient was not finite"
             )
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _reference_curves(arms: Mapping[str, Any]) -> list[str]:
+    """Rows to hold one's own run against: what single runs came to, not only their mean."""
+    longest: list[Any] = max((arm["windows"] for arm in arms.values()), key=len, default=[])
+    if not longest:
+        return []
+    lines = [
+        "Mean reward by steps, over the runs (lowest to highest run):",
+        "",
+        "| arm | " + " | ".join(f"{w['first']}-{w['last']}" for w in longest) + " |",
+        "|---" * (1 + len(longest)) + "|",
+    ]
+    for arm in arms.values():
+        cells = [
+            f"{w['mean']:.2f} ({w['low']:.2f}-{w['high']:.2f})" if w["n"] else "-"
+            for w in arm["windows"]
+        ]
+        cells += ["-"] * (len(longest) - len(cells))
+        lines.append("| " + " | ".join([arm["label"], *cells]) + " |")
+    return lines
 
 
 def shown(value: Mapping[str, Any], form: str, times: float = 1.0) -> str:

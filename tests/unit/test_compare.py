@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from apps.grpo_ptq.compare import Comparison, load, main
-from apps.grpo_ptq.compare_numbers import estimate, record_of
+from apps.grpo_ptq.compare_numbers import CURVES, Run, compare, estimate, record_of
 from apps.grpo_ptq.compare_plot import colors_of
 from apps.grpo_ptq.compare_table import markdown, verdict
 from forge_ptq.config import ConfigError
@@ -122,7 +122,7 @@ def test_pairs_that_are_missing_and_steps_that_taught_nothing_are_told(config, t
     main(["--config", str(config), "--output-dir", str(folder), "--report-only"])
     table = capsys.readouterr().out
     assert "| INT8 | 3 | 0.630 ± " in table
-    (row,) = (line for line in table.splitlines() if line.startswith("| INT8 |"))
+    row = next(line for line in table.splitlines() if line.startswith("| INT8 |"))
     assert row.split("|")[4].endswith(" % (2 seeds) ")
     assert "(2 seeds, 95 % interval " in table
     assert "`int8`, seed 1: 3 of 4 steps changed nothing" in table
@@ -242,6 +242,31 @@ def test_verdict_says_what_the_interval_allows(mean, half, text):
         "arms": {"int8": {"relative": {"mean": mean, "half": half, "n": 3}}},
     }  # fmt: skip
     assert text in verdict(result)
+
+
+def test_reference_curves_are_of_single_runs_and_end_where_the_runs_do():
+    long: list[float | None] = [*[0.1] * 10, *[0.3] * 10, 0.9, None, 0.7]
+    runs = []
+    short: list[float | None] = [0.2] * 12
+    for seed, rewards in enumerate([long, short]):
+        curves: dict[str, list[float | None]] = {name: [] for name in CURVES}
+        curves["reward"] = rewards
+        runs.append(Run("a", seed, True, "", len(rewards), 0.5, curves, {}))
+    found = compare(runs, {"a": "A", "b": "B"}, "a", "a", {})
+    windows = found["arms"]["a"]["windows"]
+    assert [(w["first"], w["last"], w["n"]) for w in windows] == [
+        (1, 10, 2),
+        (11, 20, 2),
+        (21, 23, 1),
+    ]
+    assert [w["mean"] for w in windows] == pytest.approx([0.15, 0.25, 0.8])
+    assert [(w["low"], w["high"]) for w in windows[:2]] == [
+        (pytest.approx(0.1), pytest.approx(0.2)), (pytest.approx(0.2), pytest.approx(0.3)),
+    ]  # fmt: skip
+    table = markdown({"base": "x", "agreement": 0.99, **found})
+    assert "| arm | 1-10 | 11-20 | 21-23 |" in table
+    assert "| A | 0.15 (0.10-0.20) | 0.25 (0.20-0.30) | 0.80 (0.80-0.80) |" in table
+    assert "| B | - | - | - |" in table
 
 
 def test_table_without_arms_is_still_a_table():
