@@ -95,10 +95,12 @@ class Serving(History):
             log.debug("commit of %s", ref.artifact_id, exc_info=True)
             await self._conform(ref)
             return True
+        missing = len(serving) < self._replicas
         if serving and ref.artifact_id not in serving:
             await self._restore(previous)
+            if missing:  # it may have come back with what the pointer named for a moment
+                await self._conform(ref)
             return False
-        missing = len(serving) < self._replicas
         if missing or any(artifact_id != ref.artifact_id for artifact_id in serving):
             await self._conform(ref)
         return True

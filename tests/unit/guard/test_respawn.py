@@ -85,3 +85,30 @@ async def test_a_replica_that_cannot_conform_is_not_taken_back_into_service():
     with pytest.raises(RuntimeError, match="gone"):
         await come_back(1, ptq.serving.current.ref)
     broken.assert_awaited_once()
+
+
+async def test_one_that_came_back_with_what_the_others_would_not_flip_to_goes_back_with_them(
+    memory,
+):
+    generators = Generators(2)
+    ptq = await launch(generators, FakeFleet("int8_static", LAYERS), guard__on_reject=["keep"])
+    await ptq.publish(1)
+    staying, late = generators.replicas
+    describe = staying.describe
+
+    def commit() -> Exception:
+        late.away = True
+        return RuntimeError("boom")
+
+    async def described() -> Any:
+        """It is back right after the others were asked; the pointer has not moved back yet."""
+        if late.away:
+            late.away, late.live, late.idle = False, memory.committed.artifact_id, None
+        return await describe()
+
+    staying.faults["commit"], staying.describe = commit, described  # type: ignore[method-assign]
+    late.faults["commit"] = "die early"
+    verdict = await ptq.publish(2)
+    assert verdict.outcome == "kept"
+    assert "no generator replica would flip" in verdict.reason
+    await agree(generators, ptq)
