@@ -48,6 +48,8 @@ class Serving(History):
         self.note = note
         self._replicas = 0
         """Most that have answered at once."""
+        self._deadly: ArtifactRef | None = None
+        """Companion that a replica could not take."""
 
     # ---- commit
 
@@ -205,28 +207,31 @@ class Serving(History):
     async def accompany(self, fleet: Any, replica: Any = None) -> ArtifactRef | None:
         """Let the serving version serve in bf16 as well, where the configuration asks for it.
 
-        replica: the actor that alone lacks it, if it is made already. Never raises: without it the
-        run goes on with the live slot alone.
+        replica: the actor that alone lacks it. It gets what the others have, unless that has failed
+        or killed somebody, which it would again. Never raises: without it the run goes on with the
+        live slot alone.
         """
         current = self.current
         if current is None or not current.quantized:
             return None
         if not (self.cfg.ab.enabled or self.cfg.precision_by_load.enabled):
             return None
+        if replica is not None and self.companion in (None, self._deadly):
+            return None
         limits = self.cfg.deadlines
-        to = self.policy
         try:
-            if self.companion is not None:
-                to = replica or to
-            else:
+            if self.companion is None:
                 work = fleet.quantize(current.ref.policy_version, FULL_PRECISION)
                 limit = limits.quantize_s + 2 * GRACE_S
                 self.companion = await within(work, "quantize", limit)
                 self._companions[self.companion.artifact_id] = current.plan
                 for old in list(self._companions)[:-HISTORY]:
                     del self._companions[old]
-            await call_all(to, "accompany", self.companion, deadline_s=limits.stage_s)
+            to, limit = replica or self.policy, limits.stage_s
+            if None in await call_all(to, "accompany", self.companion, deadline_s=limit):
+                self._deadly = self.companion
         except Exception as error:
+            self._deadly = self.companion
             version = current.ref.policy_version
             log.warning("version %d serves without its full precision: %s", version, error)
             log.debug("version %d", version, exc_info=True)

@@ -101,8 +101,9 @@ class Replica:
         return True
 
     async def accompany(self, ref: ArtifactRef) -> Any:
-        await self.stage(ref)
+        report = await self.stage(ref)
         self.companion, self.idle = ref.artifact_id, None
+        return report
 
     async def conform(self, deadline_s: float | None = None) -> dict[str, Any]:
         """As the engine does it: flip back if a slot holds what is committed, else load it."""

@@ -75,6 +75,28 @@ async def test_coming_back_waits_for_no_publish_and_gets_no_companion_of_a_close
     assert generators.replicas[1].companion is None
 
 
+@pytest.mark.parametrize("fault", ["die", RuntimeError("out of memory")])
+async def test_a_companion_that_was_too_much_for_a_replica_is_not_given_to_it_again(fault):
+    """It would kill it for ever: every respawn by itself goes well."""
+    generators, callbacks = Generators(2), []  # type: ignore[var-annotated]
+    come_back = respawning(generators, callbacks)
+    ptq = await launch(generators, FakeFleet("int8_static", LAYERS), ab__enabled=True)
+    replica = generators.replicas[1]
+    replica.faults["accompany"] = fault
+    await ptq.publish(1)
+    await ptq.accompanied()
+    current = ptq.serving.current
+    assert current is not None
+    await come_back(1, current.ref)
+    await ptq.accompanied()
+    assert replica.calls.count("accompany") == 1
+    replica.faults.clear()
+    await ptq.publish(2)
+    beside = await ptq.accompanied()
+    assert beside is not None
+    assert replica.companion == beside.artifact_id, "the next version's is tried again"
+
+
 async def test_a_replica_that_cannot_conform_is_not_taken_back_into_service():
     generators, callbacks = Generators(2), []  # type: ignore[var-annotated]
     come_back = respawning(generators, callbacks)
