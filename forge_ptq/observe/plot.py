@@ -85,13 +85,14 @@ def _reward(axes: Axes, steps: list[Any], publishes: list[Any], rollbacks: list[
     across = axes.get_xaxis_transform()
     by_kind = {
         kind: [p["version"] for p in publishes if _kind(p) == kind]
-        for kind in ("accepted", "refused", "failed")
+        for kind in ("accepted", "refused", "in bf16", "failed")
     }
     climbed = [p["version"] for p in publishes if p["verdict"] in SWAPPED and was_refused(p)]
     for at, marker, color, label in (
         (by_kind["accepted"], "^", ACCEPTED, "swapped in"),
         (climbed, "D", LIMIT, "refused, then demoted"),
         (by_kind["refused"], "x", REFUSED, "refused"),
+        (by_kind["in bf16"], "o", MUTED, "served in bf16"),
         (by_kind["failed"], "s", MUTED, "publish failed"),
         ([r["step"] for r in rollbacks], "v", REFUSED, "taken back"),
     ):
@@ -177,7 +178,9 @@ def _steps_axis(axes: Axes, steps: list[Any], publishes: list[Any]) -> None:
 
 
 def _kind(publish: Mapping[str, Any]) -> str:
-    """accepted, refused (judged and turned down) or failed (never judged)."""
+    """accepted, refused (judged and turned down), in bf16 (right away) or failed (never judged)."""
     if publish["verdict"] in SWAPPED:
         return "accepted"
-    return "refused" if was_refused(publish) else "failed"
+    if was_refused(publish):
+        return "refused"
+    return "in bf16" if publish["verdict"] == "fell_back" else "failed"

@@ -424,8 +424,11 @@ def test_the_picture_shows_what_happened(tmp_path: Path, monkeypatch: pytest.Mon
     assert legend is not None
     assert {t.get_text() for t in legend.get_texts()} == {
         "each step", "mean of 5 steps", "swapped in", "refused, then demoted", "refused",
-        "publish failed",
+        "served in bf16", "publish failed",
     }  # fmt: skip
+    at = {c.get_label(): np.asarray(c.get_offsets())[:, 0].tolist() for c in above.collections}
+    assert at["served in bf16"] == [8]
+    assert at["publish failed"] == [4], "as many as the title says"
     assert sorted(t.get_text() for t in below.texts) == [
         "4.5 % refused", "700 % refused (off the scale)", "900 % refused (off the scale)",
         "limit 3 %", "refused (off the scale)",
