@@ -112,12 +112,14 @@ def cluster_mean(
         raise ValueError("no scored tokens: every rollout is empty")
     total, clusters = sum(counts.values()), len(counts)
     mean = sum(sums.values()) / total
-    if clusters < 2:
+    if clusters < 2 or not math.isfinite(mean):
         return ClusterMean(mean, math.inf, clusters, total)
     residuals = [sums[label] - mean * counts[label] for label in counts]
-    squares = math.fsum(residual**2 for residual in residuals)
-    if squares == 0.0:
+    largest = max(map(abs, residuals))
+    if largest == 0.0:
         return ClusterMean(mean, 0.0, clusters, total)
-    error = math.sqrt(clusters / (clusters - 1) * squares) / total
+    residuals = [residual / largest for residual in residuals]  # their cubes might overflow
+    squares = math.fsum(residual**2 for residual in residuals)
+    error = largest * math.sqrt(clusters / (clusters - 1) * squares) / total
     cubes = math.fsum(residual**3 for residual in residuals)
     return ClusterMean(mean, error, clusters, total, cubes / squares**1.5 * math.sqrt(clusters))

@@ -286,3 +286,18 @@ def test_pairs_must_match():
 def test_rise_does_not_overflow():
     assert rise(1e6) == math.inf
     assert rise(0.0) == 0.0
+
+
+@pytest.mark.parametrize("size", [1e-120, 1e170])
+def test_errors_of_tiny_and_of_huge_values_neither_vanish_nor_overflow(size):
+    values = [torch.tensor([x], dtype=torch.float64) for x in (0.0, 1.0, 1.0, 4.0)]
+    expected, scaled = cluster_mean(values), cluster_mean([v * size for v in values])
+    assert scaled.se == pytest.approx(expected.se * size)
+    assert scaled.skewness == pytest.approx(expected.skewness)
+    assert math.isinf(cluster_mean([*values, torch.tensor([math.inf])]).se)
+
+
+def test_a_token_that_the_reference_all_but_excludes_is_an_infinite_rise():
+    ref = [torch.tensor([-400.0]), torch.tensor([-1.0])]
+    result = compare([torch.tensor([0.0]), torch.tensor([-1.0])], ref)
+    assert result.perplexity_rise == math.inf
