@@ -15,7 +15,7 @@ from typing import Any
 from forge_ptq.numerics.clusters import t_quantile
 from forge_ptq.observe.summary import is_number, mean
 
-CURVES = ("reward", "mismatch_k3", "ess", "left_out")
+CURVES = ("reward", "mismatch_k3", "ess", "left_out", "policy_age_mean")
 """Of every training step. `left_out`: share of the tokens that masks and vetoes took."""
 
 WINDOW = 10
@@ -150,6 +150,7 @@ def compare(
             "reward": estimate([r.reward for r in done]),
             "relative": estimate(ratios),
             "mismatch_k3": estimate([mean(r.curves["mismatch_k3"]) for r in done]),
+            "policy_age": estimate([mean(r.curves["policy_age_mean"]) for r in done]),
             "lowest_ess": estimate([_lowest(r.curves["ess"]) for r in done]),
             "left_out": estimate([mean(r.curves["left_out"]) for r in done]),
             "perplexity_rise": estimate([mean(r.rises.values()) for r in done]),

@@ -13,11 +13,12 @@ def markdown(result: Mapping[str, Any]) -> str:
         "",
         f"Runs of `{result['base']}`. Means over seeds and half widths of their 95 % intervals.",
         f"Final reward: of the last ten steps. Relative: to arm `{result['reference']}`, by seed. "
-        "Perplexity rise: of the quantized candidates that served, over full precision.",
+        "Perplexity rise: of the quantized candidates that served, over full precision. Policy age: "
+        "versions by which episodes trailed the trainer.",
         "",
-        "| arm | runs | final reward | relative | mismatch k3, nats | lowest ESS | left out | "
-        "perplexity rise | publishes | tokens/s |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| arm | runs | final reward | relative | policy age | mismatch k3, nats | lowest ESS | "
+        "left out | perplexity rise | publishes | tokens/s |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for arm in result["arms"].values():
         runs = str(arm["completed"])
@@ -32,6 +33,7 @@ def markdown(result: Mapping[str, Any]) -> str:
             runs,
             shown(arm["reward"], "{:.3f}"),
             relative,
+            shown(arm["policy_age"], "{:.2f}"),
             shown(arm["mismatch_k3"], "{:.2g}"),
             shown(arm["lowest_ess"], "{:.3f}"),
             shown(arm["left_out"], "{:.2f} %", 100),

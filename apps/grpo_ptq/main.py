@@ -287,9 +287,12 @@ async def end_step(
     """Metrics of all processes to W&B and the console, and the run's summary to its folder."""
     with report.phase("train/metrics"):
         reduced = await forge.metric_logger.flush.call_one(step)
-    age = reduced.get("buffer/sample/max_sampled_policy_age", math.nan)
+    ages = {
+        f"policy_age_{name}": reduced.get(f"buffer/sample/{metric}_sampled_policy_age", math.nan)
+        for name, metric in (("mean", "avg"), ("max", "max"))
+    }
     metrics = {f"train_{k}" if k == "tokens" else k: v for k, v in metrics.items() if k != "step"}
-    report.end_step(step, reward, {**metrics, "policy_age_max": age})
+    report.end_step(step, reward, {**metrics, **ages})
 
 
 if __name__ == "__main__":

@@ -36,7 +36,8 @@ REWARDS = {"bf16": [0.5, 0.8, 0.6], "int8": [0.49, 0.81, 0.59]}
 def summary(reward: float, *, steps: int = 4, status: str = "completed") -> dict[str, Any]:
     history = [
         {"step": s, "reward": reward + s / 100, "mismatch_k3": reward * s / 1000, "ess": 1 - s / 50,
-         "masked_fraction": 0.01, "vetoed_fraction": 0.02, "rejected_fraction": 0.0}
+         "masked_fraction": 0.01, "vetoed_fraction": 0.02, "rejected_fraction": 0.0,
+         "policy_age_mean": s / 10}
         for s in range(1, steps + 1)
     ]  # fmt: skip
     publishes = [
@@ -91,6 +92,7 @@ def test_report_of_runs_on_disk(config, made, capsys):
     assert int8["relative"]["half"] == pytest.approx(half, rel=1e-5)
     assert int8["perplexity_rise"]["mean"] == pytest.approx(0.015)  # of what served
     assert int8["left_out"]["mean"] == pytest.approx(0.03)
+    assert int8["policy_age"]["mean"] == pytest.approx(0.25)
     assert int8["lowest_ess"]["mean"] == pytest.approx(1 - 4 / 50)
     kinds = ("accepted", "demoted", "kept", "fell_back", "refused")
     assert int8["outcomes"] == dict.fromkeys(kinds, 3)
