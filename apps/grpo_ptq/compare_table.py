@@ -13,8 +13,8 @@ def markdown(result: Mapping[str, Any]) -> str:
         "",
         f"Runs of `{result['base']}`. Means over seeds and half widths of their 95 % intervals.",
         f"Final reward: of the last ten steps. Relative: to arm `{result['reference']}`, by seed. "
-        "Perplexity rise: of the quantized candidates that served, over full precision. Policy age: "
-        "versions by which episodes trailed the trainer.",
+        "Perplexity rise: of the quantized candidates that served, over full precision. "
+        "Policy age: versions by which episodes trailed the trainer.",
         "",
         "| arm | runs | final reward | relative | policy age | mismatch k3, nats | lowest ESS | "
         "left out | perplexity rise | publishes | tokens/s |",
