@@ -7,6 +7,7 @@ whoever waits is served by the one that comes after it.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from forge_ptq.artifact import ArtifactRef, QuantizedArtifact
     from forge_ptq.engine.core import SlotEngine
     from forge_ptq.engine.thread import EngineThread
+
+log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 120.0
 JOB_TIMEOUT_S = 3600.0
@@ -132,6 +135,12 @@ class EngineCalls:
         job.add_done_callback(self._slot_jobs.discard)
         return await self._result(job, JOB_TIMEOUT_S)
 
+    def _abort(self, request_ids: list[str]) -> None:
+        """Take sequences whose caller has left out of the engine. Nobody waits for that, so what it
+        raises is logged."""
+        aborted = self._thread.call(lambda: self._core.abort(request_ids))
+        aborted.add_done_callback(_log_failure)
+
     async def _call(self, function: Any) -> Any:
         return await self._result(self._thread.call(function), CALL_TIMEOUT_S)
 
@@ -143,3 +152,9 @@ class EngineCalls:
             if self._thread.failed:
                 await until_gone()
             raise
+
+
+def _log_failure(done: Future[Any]) -> None:
+    error = done.exception()
+    if error is not None and not isinstance(error, EngineDeadError):  # the process tells of that
+        log.error("sequences stay in the engine: %s", error, exc_info=error)

@@ -168,8 +168,7 @@ class QuantizedGenerator(EngineCalls, ForgeActor):
             async with asyncio.timeout(self._request_timeout_s):
                 samples = await asyncio.gather(*(asyncio.wrap_future(f) for _, f in submitted))
         except BaseException as error:
-            ids = [request_id for request_id, _ in submitted]
-            self._thread.call(lambda: self._core.abort(ids))
+            self._abort([request_id for request_id, _ in submitted])
             if isinstance(error, TimeoutError):
                 raise RequestTimeout(
                     f"generate: not done within request_timeout_s={self._request_timeout_s}"

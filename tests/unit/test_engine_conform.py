@@ -12,6 +12,7 @@ from forge_ptq.artifact import ArtifactRef
 from forge_ptq.engine import calls
 from forge_ptq.engine.calls import EngineCalls
 from forge_ptq.engine.generator import QuantizedGenerator
+from forge_ptq.engine.thread import EngineThread
 from forge_ptq.engine.types import SlotStateError
 
 
@@ -100,3 +101,28 @@ async def test_the_deadline_counts_while_an_update_of_the_weights_is_under_way(d
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(generator.ask("conform", 0.02), 5)
     assert len(died) == 1
+
+
+@pytest.mark.parametrize("dead", [False, True])
+def test_an_abort_that_nobody_waits_for_and_that_fails_is_logged(caplog, dead):
+    class Engine:
+        def has_work(self) -> bool:
+            return False
+
+        def fail_all(self, error: BaseException) -> None: ...
+
+        def close(self) -> None: ...
+
+        def abort(self, request_ids: list[str]) -> None:
+            raise KeyError(request_ids[0])
+
+    engine: Any = Engine()
+    generator = Generator()
+    generator._core, generator._thread = engine, EngineThread(lambda: engine)
+    generator._thread.start(10)
+    if dead:
+        generator._thread.stop()
+    generator._abort(["gen-7"])
+    if not dead:
+        generator._thread.stop()
+    assert ("gen-7" in caplog.text) == (not dead), "an engine that has ended tells that itself"
