@@ -24,18 +24,24 @@ class Accompanying:
         self._fleet = fleet
         self._lock = lock
         self._task: asyncio.Task[ArtifactRef | None] | None = None
+        self._replica: Any = None
         self._closed = False
 
     def begin(self, replica: Any = None) -> None:
-        """Call it without the lock. One that still waits for the lock will do. replica: the actor
-        that alone lacks it."""
-        if not self._closed and (self._task is None or self._task.done()):
-            self._task = asyncio.create_task(self._run(replica))
+        """Call it without the lock. replica: the actor that alone lacks it. While one still waits
+        for the lock there is no second: the one is for all replicas then, if not for the same."""
+        if self._closed:
+            return
+        if self._task is None or self._task.done():
+            self._replica = replica
+            self._task = asyncio.create_task(self._run())
+        elif replica is not self._replica:
+            self._replica = None
 
-    async def _run(self, replica: Any) -> ArtifactRef | None:
+    async def _run(self) -> ArtifactRef | None:
         async with self._lock:
             try:
-                return await self._serving.accompany(self._fleet, replica)
+                return await self._serving.accompany(self._fleet, self._replica)
             except Exception:
                 log.exception("the companion could not be made")
                 return None

@@ -10,7 +10,7 @@ from unittest.mock import AsyncMock
 import pytest
 
 from tests.integration.publish_doubles import FakeFleet, Generators
-from tests.unit.guard.support import LAYERS, agree, launch
+from tests.unit.guard.support import LAYERS, agree, held, launch
 
 
 def respawning(generators: Generators, callbacks: list[Any]) -> Any:
@@ -73,6 +73,25 @@ async def test_coming_back_waits_for_no_publish_and_gets_no_companion_of_a_close
     await ptq.close()
     await come_back(1, current.ref)
     assert generators.replicas[1].companion is None
+
+
+async def test_one_that_comes_back_during_a_publish_costs_the_others_no_companion():
+    generators, callbacks = Generators(2), []  # type: ignore[var-annotated]
+    come_back = respawning(generators, callbacks)
+    ptq = await launch(generators, FakeFleet("int8_static", LAYERS), ab__enabled=True)
+    await ptq.publish(1)
+    await ptq.accompanied()
+    current = ptq.serving.current
+    assert current is not None
+    task, go = await held(ptq, generators.replicas[0], "probe", 2)
+    await come_back(1, current.ref)
+    go.set()
+    await asyncio.wait_for(task, 10)
+    beside = await ptq.accompanied()
+    assert beside is not None
+    assert beside.policy_version == 2
+    assert [r.companion for r in generators.replicas] == [beside.artifact_id] * 2
+    await agree(generators, ptq)
 
 
 @pytest.mark.parametrize("fault", ["die", RuntimeError("out of memory")])
