@@ -58,7 +58,7 @@ class Serving(History):
 
         numbers: takes the times of the flip. Raises PublishError if none does. The pointer is then
         moved back, unless the store does not answer: it may name either artifact until the next
-        commit.
+        ``check``.
         """
         previous = await self._move_pointer(ref)
         try:
