@@ -28,8 +28,8 @@ class Accompanying:
         self._closed = False
 
     def begin(self, replica: Any = None) -> None:
-        """Call it without the lock. replica: the actor that alone lacks it. While one still waits
-        for the lock there is no second: the one is for all replicas then, if not for the same."""
+        """Once the lock is free. replica: the actor that alone lacks it. While one still waits for
+        the lock there is no second: the one is for all replicas then, if not for the same."""
         if self._closed:
             return
         if self._task is None or self._task.done():

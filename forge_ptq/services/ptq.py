@@ -205,9 +205,9 @@ class PTQ:
                 verdict.transitions = self._told()
                 verdict.wall_s = time.perf_counter() - started
                 self.verdicts.append(verdict)
+                if verdict.attempts:  # whatever was staged has taken the companion's place
+                    self._accompanying.begin()
             await self._retire(version)
-        if verdict.attempts:  # whatever was staged has taken the companion's place
-            self._accompanying.begin()
         publish_metrics.record(verdict)
         return verdict
 

@@ -16,6 +16,7 @@ from tests.unit.guard.support import (
     agree,
     arm,
     bad_below,
+    held,
     launch,
     records,
 )
@@ -126,6 +127,21 @@ async def test_two_publishes_in_a_row_make_one_companion_of_the_last():
     assert companion is not None
     assert companion.policy_version == 2
     assert generators.replicas[0].calls.count("accompany") == 1
+
+
+async def test_a_publish_that_is_cancelled_gives_the_companion_its_place_back():
+    generators = Generators()
+    ptq = await launch(generators, FakeFleet("int8_static", LAYERS), ab__enabled=True)
+    await ptq.publish(1)
+    beside = await ptq.accompanied()
+    assert beside is not None
+    task, _ = await held(ptq, generators.replicas[0], "probe", 2)
+    assert generators.replicas[0].companion is None
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await asyncio.wait_for(ptq.accompanied(), 5) == beside
+    assert generators.replicas[0].companion == beside.artifact_id
 
 
 async def test_closing_ends_a_companion_that_hangs(caplog):
