@@ -17,6 +17,7 @@ from typing import Any
 
 from apps.grpo_ptq.questions import QuestionSet
 from apps.grpo_ptq.rewards import Scorer
+from apps.grpo_ptq.sampling import respond
 
 TASKS = (
     "chain_sum",
@@ -52,35 +53,6 @@ def ask(tokenizer: Any, count: int, seed: int, max_prompt: int) -> list[dict[str
         question = {"task": source.task, "entry": entry, "prompt": entry["question"]}
         questions.append({**question, "prompt_ids": list(ids)})
     return questions
-
-
-def respond(
-    model: Any, tokenizer: Any, prompts: list[list[int]], max_tokens: int
-) -> list[list[int]]:
-    """One response per prompt at temperature 1, cut after its end token."""
-    import torch
-
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    width = max(map(len, prompts))
-    ids_BT = torch.full((len(prompts), width), pad)
-    mask_BT = torch.zeros_like(ids_BT)
-    for row, prompt in enumerate(prompts):
-        ids_BT[row, width - len(prompt) :] = torch.tensor(prompt)
-        mask_BT[row, width - len(prompt) :] = 1
-    out_BT = model.generate(
-        input_ids=ids_BT,
-        attention_mask=mask_BT,
-        do_sample=True,
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        max_new_tokens=max_tokens,
-        pad_token_id=pad,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    responses = [row[width:].tolist() for row in out_BT]
-    end = tokenizer.eos_token_id
-    return [r[: r.index(end) + 1] if end in r else r for r in responses]
 
 
 def main() -> None:

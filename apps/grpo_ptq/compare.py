@@ -8,9 +8,12 @@ real command `python -m apps.grpo_ptq.main` runs, one at a time, with the same s
 questions in the same order. Overrides given after the options go to all runs.
 
 output_dir/ARM-seedN/       the run's own folder, and compare.json: its settings and its exit code
-output_dir/ARM-seedN.log    what it printed
+output_dir/ARM-seedN.log    what it printed, and its evaluation after it
 output_dir/compare.json     numbers of every run and every arm; compare.md, a table of them
 output_dir/compare.png      curves with 95 % bands over the seeds
+
+The policies that the runs have trained are then evaluated in full precision
+(`apps.grpo_ptq.evaluate`): what a run reports is its generator's reward.
 
 A run that has completed is not run again; one that has failed is, after its folder has been set
 aside, and stays in the table as a failed attempt. The command exits with 1 if an arm has no
@@ -29,6 +32,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -39,6 +43,7 @@ from forge_ptq.observe.summary import read_json, write_json
 from .compare_numbers import Run, compare, record_of
 from .compare_plot import draw
 from .compare_table import markdown
+from .evaluate import RESULT
 
 STOP_S = 60.0
 """Seconds for a run to end by itself after SIGTERM."""
@@ -83,8 +88,11 @@ class CompareConfig(Block):
     agreement: PositiveShare = 0.99
     """Final reward of `default` over that of `reference` that counts as reached."""
 
+    questions: NaturalInt = 1024
+    """That every trained policy is evaluated on; 0: no evaluation."""
+
     timeout_s: Positive = 1800.0
-    """Longest run, seconds."""
+    """Longest run, seconds; also of an evaluation."""
 
     overrides: list[str] = field(default_factory=list)
     """Of the base configuration, for all arms."""
@@ -123,7 +131,15 @@ class Comparison:
 
     def steps(self, arm: str) -> int:
         """Training steps of an arm. ConfigError if its configuration is not sound."""
-        return load_config(self.cfg.base, self.settings(arm, 0)).trainer.training.steps
+        found = load_config(self.cfg.base, self.settings(arm, 0)).trainer
+        kept = found.checkpoint.enable and found.checkpoint.last_save_in_hf
+        if self.cfg.questions and not kept:
+            message = (
+                "expected true in every arm, or questions: 0: what is not kept is not evaluated"
+            )
+            keys = "trainer.checkpoint.enable and .last_save_in_hf"
+            raise ConfigError([(f"arms.{arm}", f"{keys}: {message}")])
+        return found.training.steps
 
     def folder(self, arm: str, seed: int) -> Path:
         """Of one run."""
@@ -141,7 +157,12 @@ class Comparison:
                 f"{folder}: made with {made['settings']}; expected {self.settings(arm, seed)}. "
                 "Use another output_dir, or remove the folder"
             )
-        return record_of(read_json(folder / "summary.json"), arm, seed, made)
+        return self._record(arm, seed, made)
+
+    def _record(self, arm: str, seed: int, made: dict[str, Any]) -> Run:
+        folder = self.folder(arm, seed)
+        evaluation = read_json(folder / RESULT) if self.cfg.questions else None
+        return record_of(read_json(folder / "summary.json"), arm, seed, made, evaluation)
 
     def attempts(self, arm: str, seed: int) -> int:
         """Runs of that arm and seed that failed and were set aside."""
@@ -172,7 +193,22 @@ class Comparison:
             "timed_out": late,
         }
         write_json(folder / "compare.json", made)
-        return record_of(read_json(folder / "summary.json"), arm, seed, made)
+        return self._record(arm, seed, made)
+
+    def unevaluated(self, arms: list[str], seeds: list[int]) -> list[tuple[str, int]]:
+        """Completed runs whose trained policy is to be evaluated."""
+        if not self.cfg.questions:
+            return []
+        runs = {(arm, seed): self.read(arm, seed) for seed in seeds for arm in arms}
+        return [k for k, run in runs.items() if run and run.completed and run.evaluated is None]
+
+    def evaluate(self, arm: str, seed: int) -> bool:
+        """Evaluates the trained policy of a completed run; whether that went well."""
+        folder = self.folder(arm, seed)
+        command = [sys.executable, "-m", "apps.grpo_ptq.evaluate", str(folder)]
+        command += ["--questions", str(self.cfg.questions)]
+        with folder.with_name(f"{folder.name}.log").open("a") as log:
+            return _bounded(command, log.fileno(), self.cfg.timeout_s) == 0
 
 
 def _bounded(command: list[str], log: int, timeout_s: float) -> int:
@@ -251,6 +287,11 @@ def main(argv: list[str] | None = None) -> int:
         run = comparison.run(arm, seed)
         failures += not run.completed
         print(f"{arm}, seed {seed}: {run.line()}", flush=True)
+    for arm, seed in [] if given.report_only else comparison.unevaluated(arms, seeds):
+        print(f"{arm}, seed {seed}: {cfg.questions} questions", flush=True)
+        if not comparison.evaluate(arm, seed):
+            failures += 1
+            print(f"{arm}, seed {seed}: not evaluated, see its log", file=sys.stderr)
     result = json.loads(json.dumps(report(comparison, arms, seeds)))
     empty = [arm for arm in arms if not result["arms"][arm]["completed"]]
     for arm in empty:

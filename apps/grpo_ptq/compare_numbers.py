@@ -44,6 +44,8 @@ class Run:
     """Publishes by verdict; `refused` counts those in which the gate turned a candidate down."""
     tokens_per_s: float | None = None
     wall_s: float | None = None
+    evaluated: float | None = None
+    """Mean reward of the trained policy in full precision, on questions of its own."""
     skipped: int = 0
     """Steps that changed nothing: their loss or gradient was not finite."""
 
@@ -55,9 +57,14 @@ class Run:
 
 
 def record_of(
-    summary: Mapping[str, Any] | None, arm: str, seed: int, made: Mapping[str, Any]
+    summary: Mapping[str, Any] | None,
+    arm: str,
+    seed: int,
+    made: Mapping[str, Any],
+    evaluation: Mapping[str, Any] | None = None,
 ) -> Run:
-    """A run from its summary.json, None where it wrote none, and the command's own record."""
+    """A run from its summary.json, None where it wrote none, the command's own record and, where
+    there is one, its evaluation.json."""
     found = summary or {}
     code = made["exit_code"]
     reward = found.get("reward_last10")
@@ -93,6 +100,7 @@ def record_of(
         outcomes=outcomes,
         tokens_per_s=found.get("tokens_per_s"),
         wall_s=made.get("wall_s"),
+        evaluated=evaluation["reward"] if evaluation else None,
         skipped=sum(bool(r.get("skipped")) for r in history),
     )
 
@@ -127,17 +135,14 @@ def compare(
 ) -> dict[str, Any]:
     """Numbers of every arm in `labels`, over its completed runs, and of every run.
 
-    `relative` is the final reward over the reference arm's of the same seed.
+    `relative` is the final reward over the reference arm's of the same seed, `evaluated_relative`
+    the same of the trained policies.
     """
     arms = {}
-    base = {r.seed: r.reward for r in runs if r.arm == reference and r.completed}
+    base = {r.seed: r for r in runs if r.arm == reference and r.completed}
     for arm, label in labels.items():
         done = [r for r in runs if r.arm == arm and r.completed]
-        ratios = [
-            r.reward / other
-            for r in done
-            if r.reward is not None and (other := base.get(r.seed)) is not None and other > 0
-        ]
+        pairs = [(r, base[r.seed]) for r in done if r.seed in base]
         outcomes: dict[str, int] = {}
         for run in done:
             for name, count in run.outcomes.items():
@@ -148,7 +153,9 @@ def compare(
             "failed": sum(r.arm == arm and not r.completed for r in runs)
             + failed_before.get(arm, 0),
             "reward": estimate([r.reward for r in done]),
-            "relative": estimate(ratios),
+            "relative": estimate([_ratio(r.reward, o.reward) for r, o in pairs]),
+            "evaluated": estimate([r.evaluated for r in done]),
+            "evaluated_relative": estimate([_ratio(r.evaluated, o.evaluated) for r, o in pairs]),
             "mismatch_k3": estimate([mean(r.curves["mismatch_k3"]) for r in done]),
             "policy_age": estimate([mean(r.curves["policy_age_mean"]) for r in done]),
             "lowest_ess": estimate([_lowest(r.curves["ess"]) for r in done]),
@@ -166,10 +173,15 @@ def compare(
         "arms": arms,
         "runs": [
             {"arm": r.arm, "seed": r.seed, "completed": r.completed, "error": r.error,
-             "steps": r.steps, "reward": r.reward, "wall_s": r.wall_s, "skipped": r.skipped}
+             "steps": r.steps, "reward": r.reward, "evaluated": r.evaluated,
+             "wall_s": r.wall_s, "skipped": r.skipped}
             for r in runs
         ],
     }  # fmt: skip
+
+
+def _ratio(value: float | None, reference: float | None) -> float | None:
+    return value / reference if value is not None and reference else None
 
 
 def _lowest(values: Sequence[float | None]) -> float | None:

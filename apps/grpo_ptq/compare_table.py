@@ -12,13 +12,14 @@ def markdown(result: Mapping[str, Any]) -> str:
         "# Training with quantized rollouts",
         "",
         f"Runs of `{result['base']}`. Means over seeds and half widths of their 95 % intervals.",
-        f"Final reward: of the last ten steps. Relative: to arm `{result['reference']}`, by seed. "
+        "Final reward: the generator's in the last ten steps. Trained policy: its reward in full "
+        f"precision. Relative: to arm `{result['reference']}`, by seed. "
         "Perplexity rise: of the quantized candidates that served, over full precision. "
         "Policy age: versions by which episodes trailed the trainer.",
         "",
-        "| arm | runs | final reward | relative | policy age | mismatch k3, nats | lowest ESS | "
-        "left out | perplexity rise | publishes | tokens/s |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| arm | runs | final reward | relative | trained policy | relative | policy age | "
+        "mismatch k3, nats | lowest ESS | left out | perplexity rise | publishes | tokens/s |",
+        "|---" * 13 + "|",
     ]
     for arm in result["arms"].values():
         runs = str(arm["completed"])
@@ -33,6 +34,8 @@ def markdown(result: Mapping[str, Any]) -> str:
             runs,
             shown(arm["reward"], "{:.3f}"),
             relative,
+            shown(arm["evaluated"], "{:.3f}"),
+            shown(arm["evaluated_relative"], "{:.1f} %", 100),
             shown(arm["policy_age"], "{:.2f}"),
             shown(arm["mismatch_k3"], "{:.2g}"),
             shown(arm["lowest_ess"], "{:.3f}"),
@@ -42,7 +45,10 @@ def markdown(result: Mapping[str, Any]) -> str:
             shown(arm["tokens_per_s"], "{:.0f}"),
         ]
         lines.append("| " + " | ".join(cells) + " |")
-    lines += ["", verdict(result), "", *_reference_curves(result["arms"]), ""]
+    lines += ["", verdict(result), ""]
+    if any(arm["evaluated"]["n"] for arm in result["arms"].values()):
+        lines += [verdict(result, "evaluated_relative", "reward of the trained policy"), ""]
+    lines += [*_reference_curves(result["arms"]), ""]
     for run in result["runs"]:
         if not run["completed"]:
             lines.append(
@@ -90,15 +96,15 @@ def shown(value: Mapping[str, Any], form: str, times: float = 1.0) -> str:
     return f"{number} ± {half}" + (f" {unit}" if unit else "")
 
 
-def verdict(result: Mapping[str, Any]) -> str:
+def verdict(result: Mapping[str, Any], key: str = "relative", what: str = "final reward") -> str:
     """Whether the default arm reached the share of the reference's reward that was asked for."""
     default = result["arms"].get(result["default"])
     wanted = result["agreement"]
-    if default is None or default["relative"]["mean"] is None:
-        return f"`{result['default']}` has no completed run to compare with the reference."
-    relative = default["relative"]
+    if default is None or default[key]["mean"] is None:
+        return f"`{result['default']}` has no completed run to compare with the reference: {what}."
+    relative = default[key]
     share, half = relative["mean"], relative["half"]
-    text = f"`{result['default']}` reached {100 * share:.1f} % of the reference's final reward"
+    text = f"`{result['default']}` reached {100 * share:.1f} % of the reference's {what}"
     if half is None:
         return f"{text} with one seed; asked for: {100 * wanted:g} %."
     low, high = 100 * (share - half), 100 * (share + half)

@@ -3,7 +3,29 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class PromptFormat(Protocol):
+    """How a question becomes a prompt: the configuration's `dataset` block, and DatasetActor."""
+
+    prompt_template: str
+    system_prompt: str | None
+    use_chat_template: bool
+
+
+def prompt_of(question: str, tokenizer: PreTrainedTokenizerBase, form: PromptFormat) -> str:
+    """The text that the policy continues."""
+    prompt = form.prompt_template.replace("{question}", question)
+    if not form.use_chat_template:
+        return (form.system_prompt or "") + prompt
+    chat = [{"role": "system", "content": form.system_prompt}] if form.system_prompt else []
+    chat.append({"role": "user", "content": prompt})
+    return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+
 
 SEED_STRIDE = 1_000_003
 """reasoning-gym draws question i of seed s from s + i: without a stride the question sets of

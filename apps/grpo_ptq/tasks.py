@@ -16,7 +16,7 @@ import torch
 from forge_ptq.runtime import ForgeActor, Reduce, endpoint, record_metric
 
 from .episodes import Group
-from .questions import QuestionSet
+from .questions import QuestionSet, prompt_of
 from .rewards import Scorer
 
 SKIP_LIMIT = 1_000
@@ -50,23 +50,13 @@ class DatasetActor(ForgeActor):
         self._tokenizer = PreTrainedTokenizerFast.from_pretrained(self.model)
         self._questions = QuestionSet(self.task, dict(self.task_args), self.size, self.seed)
 
-    def _request(self, question: str) -> str:
-        prompt = self.prompt_template.replace("{question}", question)
-        if not self.use_chat_template:
-            return (self.system_prompt or "") + prompt
-        chat = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
-        chat.append({"role": "user", "content": prompt})
-        return str(
-            self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        )
-
     @endpoint
     async def sample(self) -> dict[str, Any]:
         """{"request": prompt text, "target": the question's entry, "index": its position}."""
         for _ in range(SKIP_LIMIT):
             index = self._questions.position
             entry = next(self._questions)
-            request = self._request(entry["question"])
+            request = prompt_of(entry["question"], self._tokenizer, self)
             tokens = len(self._tokenizer(request).input_ids)
             if self.max_tokens is None or tokens <= self.max_tokens:
                 break

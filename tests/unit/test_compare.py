@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from apps.grpo_ptq import compare as compare_module
 from apps.grpo_ptq.compare import Comparison, load, main
 from apps.grpo_ptq.compare_numbers import CURVES, Run, compare, estimate, record_of
 from apps.grpo_ptq.compare_plot import colors_of
@@ -25,6 +26,7 @@ seeds: [0, 1, 2]
 reference: bf16
 default: int8
 overrides: ["debug.inject=[]", trainer.training.steps=4]
+questions: 0
 arms:
   bf16: {{label: full precision, overrides: [ptq.enabled=false]}}
   int8: {{label: INT8, overrides: []}}
@@ -244,6 +246,52 @@ def test_verdict_says_what_the_interval_allows(mean, half, text):
         "arms": {"int8": {"relative": {"mean": mean, "half": half, "n": 3}}},
     }  # fmt: skip
     assert text in verdict(result)
+
+
+def test_trained_policies_are_evaluated_once_and_compared(config, tmp_path, monkeypatch, capsys):
+    config.write_text(config.read_text().replace("questions: 0", "questions: 64"))
+    folder = tmp_path / "runs"
+    comparison = Comparison(load(str(config)), folder, [])
+    for arm in ("bf16", "int8"):
+        for seed in range(3):
+            place(comparison, arm, seed, summary(0.5), 0)
+    asked = []
+
+    def run(command: list[str], log: int, timeout_s: float) -> int:
+        asked.append(command)
+        run_folder = Path(command[3])
+        if run_folder.name == "int8-seed2":
+            return 1
+        reward = 0.8 if "bf16" in run_folder.name else 0.72
+        (run_folder / "evaluation.json").write_text(json.dumps({"reward": reward}))
+        return 0
+
+    monkeypatch.setattr(compare_module, "_bounded", run)
+    arguments = ["--config", str(config), "--output-dir", str(folder), "--arms", "bf16,int8"]
+    assert main(arguments) == 1
+    assert "int8, seed 2: not evaluated" in capsys.readouterr().err
+    assert len(asked) == 6
+    assert asked[0][-2:] == ["--questions", "64"]
+    assert main(arguments) == 1 and len(asked) == 7, "only the one that is missing"
+    result = json.loads((folder / "compare.json").read_text())
+    int8 = result["arms"]["int8"]
+    assert int8["evaluated"]["n"] == int8["evaluated_relative"]["n"] == 2
+    assert int8["evaluated_relative"]["mean"] == pytest.approx(0.9)
+    table = (folder / "compare.md").read_text()
+    assert "| INT8 | 3 | 0.500 ± 0.000 | 100.0 ± 0.0 % | 0.720 ± 0.000 | 90.0 ± 0.0 % |" in table
+    assert "`int8` reached 90.0 % of the reference's reward of the trained policy" in table
+
+
+def test_an_arm_that_keeps_no_policy_cannot_be_evaluated(config, capsys):
+    text = config.read_text().replace("questions: 0", "questions: 64")
+    config.write_text(
+        text.replace(
+            "label: INT8, overrides: []",
+            "label: INT8, overrides: [trainer.checkpoint.enable=false]",
+        )
+    )
+    assert main(["--config", str(config)]) == 2
+    assert "arms.int8: trainer.checkpoint.enable" in capsys.readouterr().err
 
 
 def test_reference_curves_are_of_single_runs_and_end_where_the_runs_do():
