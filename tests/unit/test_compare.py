@@ -272,7 +272,8 @@ def test_trained_policies_are_evaluated_once_and_compared(config, tmp_path, monk
     assert "int8, seed 2: not evaluated" in capsys.readouterr().err
     assert len(asked) == 6
     assert asked[0][-2:] == ["--questions", "64"]
-    assert main(arguments) == 1 and len(asked) == 7, "only the one that is missing"
+    assert main(arguments) == 1
+    assert len(asked) == 7, "only the one that is missing"
     result = json.loads((folder / "compare.json").read_text())
     int8 = result["arms"]["int8"]
     assert int8["evaluated"]["n"] == int8["evaluated_relative"]["n"] == 2
