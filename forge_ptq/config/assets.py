@@ -29,7 +29,7 @@ def check_assets(config: RunConfig) -> Problems:
         try:
             QuantPlan.from_config(plan.default, plan.overrides).resolve(names)
         except PlanError as error:
-            problems.append(("ptq.plan.overrides", str(error)))
+            problems.append((f"ptq.{error.key or 'plan.overrides'}", error.reason))
     return problems
 
 

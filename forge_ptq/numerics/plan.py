@@ -38,7 +38,12 @@ SCHEME_NAMES = ("int8_static", "int8_dynamic", "bf16")
 
 
 class PlanError(ValueError):
-    """A plan that cannot be carried out; the message names the pattern or layers at fault."""
+    """A plan that cannot be carried out: `reason` names the layers at fault, `key` the entry, if it
+    is one."""
+
+    def __init__(self, reason: str, key: str = "") -> None:
+        super().__init__(f"{key}: {reason}" if key else reason)
+        self.reason, self.key = reason, key
 
 
 def never_quantized(name: str) -> bool:
@@ -75,7 +80,7 @@ def sites_of(layers: Iterable[str]) -> dict[str, tuple[str, ...]]:
 def _check_scheme(scheme: object, where: str) -> str:
     if not isinstance(scheme, str) or scheme not in SCHEME_NAMES:
         raise PlanError(
-            f"{where}: unknown scheme {scheme!r}; expected one of {', '.join(SCHEME_NAMES)}"
+            f"unknown scheme {scheme!r}; expected one of {', '.join(SCHEME_NAMES)}", where
         )
     return scheme
 
@@ -92,7 +97,7 @@ class QuantPlan:
         """Check the scheme names; patterns are checked against a model by ``resolve``."""
         _check_scheme(default, "plan.default")
         for pattern, scheme in (overrides or {}).items():
-            _check_scheme(scheme, f"plan.overrides[{pattern!r}]")
+            _check_scheme(scheme, f"plan.overrides[{pattern}]")
         return cls(default, dict(overrides or {}))
 
     def resolve(self, linear_names: Iterable[str]) -> dict[str, str]:
@@ -137,19 +142,18 @@ class QuantPlan:
 
     @staticmethod
     def _check_pattern(pattern: str, scheme: str, names: list[str]) -> None:
+        key = f"plan.overrides[{pattern}]"
         matched = [name for name in names if fnmatchcase(name, pattern)]
         if not matched:
             near = get_close_matches(pattern, names, n=1, cutoff=0.0)
             hint = f"; the closest layer is {near[0]!r}" if near else ""
-            raise PlanError(
-                f"plan.overrides[{pattern!r}] matches none of the model's {len(names)} "
-                f"linear layers{hint}"
-            )
+            raise PlanError(f"matches none of the model's {len(names)} linear layers{hint}", key)
         protected = [name for name in matched if never_quantized(name)]
         if scheme != "bf16" and len(protected) == len(matched):
             raise PlanError(
-                f"plan.overrides[{pattern!r}]: {protected[0]!r} is never quantized "
-                "(embeddings, norms, lm_head and routers stay bf16)"
+                f"{protected[0]!r} is never quantized "
+                "(embeddings, norms, lm_head and routers stay bf16)",
+                key,
             )
 
     @staticmethod

@@ -44,7 +44,7 @@ def test_check_config_looks_for_what_is_named(
     assert (
         "dataset.task: reasoning-gym has no task 'chain_sums'; did you mean chain_sum?" in printed
     )
-    assert "ptq.plan.overrides: plan.overrides['*.down_proj'] matches none of" in printed
+    assert "ptq.plan.overrides[*.down_proj]: matches none of the model's" in printed
     assert cli.main(["check-config", *here, "ptq.plan.overrides={'*.q_proj': bf16}"]) == 2
     assert "must share one scheme" in capsys.readouterr().err
     # Nothing is known of a checkpoint that is not here, or comes in pieces of which none is.
