@@ -30,9 +30,9 @@ def from_mapping(cls: type[T], data: Any, *, path: str = "", problems: Problems 
     return result
 
 
-def closest(name: str, valid: list[str]) -> str | None:
+def closest(name: str, valid: list[str], cutoff: float = 0.6) -> str | None:
     """The valid name most like `name`, or None when nothing is near."""
-    match = difflib.get_close_matches(name, valid, n=1, cutoff=0.6)
+    match = difflib.get_close_matches(name, valid, n=1, cutoff=cutoff)
     return match[0] if match else None
 
 
@@ -48,16 +48,23 @@ def leaf_paths(cls: type) -> tuple[str, ...]:
     return tuple(result)
 
 
-def unknown_key(key: str, path: str, valid: list[str], root: type) -> str:
-    """The message for a key that its block does not have."""
+def unknown_key(key: str, path: str, valid: list[str], root: type) -> str | None:
+    """The message for a key that its block does not have; None where no key of any block is near.
+
+    A key of another block has to be nearer than those of this one.
+    """
     near = closest(key, valid)
-    if near:
-        prefix = f"{path}." if path else ""
-        return f"unknown key; did you mean {prefix}{near}?"
-    elsewhere = [p for p in leaf_paths(root) if p.split(".")[-1] == key]
-    if elsewhere:
+    paths = leaf_paths(root)
+    other = closest(key, [p.split(".")[-1] for p in paths], cutoff=0.8)
+    if other and other not in valid and (not near or _likeness(key, other) > _likeness(key, near)):
+        elsewhere = [p for p in paths if p.split(".")[-1] == other]
         return f"unknown key here; did you mean {' or '.join(elsewhere[:3])}?"
-    return f"unknown key; valid here: {', '.join(valid)}"
+    prefix = f"{path}." if path else ""
+    return f"unknown key; did you mean {prefix}{near}?" if near else None
+
+
+def _likeness(a: str, b: str) -> float:
+    return difflib.SequenceMatcher(None, b, a).ratio()
 
 
 def _block(cls: type[T], data: Any, path: str, problems: Problems, root: type) -> T:
@@ -67,11 +74,15 @@ def _block(cls: type[T], data: Any, path: str, problems: Problems, root: type) -
     own: dict[str, Field[Any]] = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
     hints = get_type_hints(cls, include_extras=True)
     values: dict[str, Any] = {}
-    failed = False
+    failed = listed = False
     for key, value in data.items():
         where = f"{path}.{key}" if path else str(key)
         if key not in own:
-            problems.append((where, unknown_key(str(key), path, list(own), root)))
+            message = unknown_key(str(key), path, list(own), root)
+            if message is None:
+                message = "unknown key" if listed else f"unknown key; valid here: {', '.join(own)}"
+                listed = True
+            problems.append((where, message))
             failed = True
             continue
         built = _value(hints[key], value, where, problems, root)

@@ -62,12 +62,15 @@ def _lengths(config: RunConfig, problems: Problems) -> None:
 def _free_form(
     block: dict[str, Any], known: dict[str, tuple[type, ...]], path: str, problems: Problems
 ) -> None:
+    valid = f"; valid: {', '.join(known)}"  # said once
     for key, value in block.items():
         where = f"{path}.{key}"
         if key not in known:
             near = closest(key, list(known))
-            hint = f"did you mean {path}.{near}?" if near else f"valid: {', '.join(known)}"
-            problems.append((where, f"not passed on to vLLM; {hint}"))
+            hint = f"; did you mean {path}.{near}?" if near else valid
+            if not near:
+                valid = ""
+            problems.append((where, f"not passed on to vLLM{hint}"))
         elif not has_type(value, known[key]):
             problems.append((where, f"got {value!r}, expected {describe(known[key])}"))
 

@@ -82,6 +82,28 @@ def test_unknown_keys_name_their_path_and_the_closest_valid_one() -> None:
     assert "debug.inject[0].step?" in found["debug.inject[0].stepp"]
 
 
+def test_a_misspelt_key_of_another_block_is_found_there() -> None:
+    found = problems(
+        "rollout_corection=tis", "rollout_thread=2", "ptq.guard.off_by_m=1", "ptq.probe.sequence=9"
+    )
+    assert found["rollout_corection"].endswith("did you mean loss.rollout_correction?")
+    assert found["rollout_thread"].endswith("did you mean rollout_threads?")
+    assert found["ptq.guard.off_by_m"].endswith("did you mean off_by_n?")
+    assert found["ptq.probe.sequence"].endswith("did you mean ptq.probe.sequences?")
+
+
+def test_the_valid_keys_of_a_block_are_listed_once() -> None:
+    found = problems("qqq=1", "zzz=1", "ptq.ab.qqq=1", "ptq.ab.zzz=1")
+    assert found["qqq"].startswith("unknown key; valid here: seed, ")
+    assert found["zzz"] == found["ptq.ab.zzz"] == "unknown key"
+    assert found["ptq.ab.qqq"].startswith("unknown key; valid here: enabled, fraction, ")
+    base = "policy.engine_args"
+    found = problems(f"{base}.qqq=1", f"{base}.zzz=1", f"{base}.max_model_length=9")
+    assert found[f"{base}.qqq"].startswith("not passed on to vLLM; valid: ")
+    assert found[f"{base}.zzz"] == "not passed on to vLLM"
+    assert found[f"{base}.max_model_length"].endswith(f"did you mean {base}.max_model_len?")
+
+
 def test_ill_typed_values_name_path_value_and_expected_type() -> None:
     found = problems(
         "group_size=eight", "rollout_threads=true", "seed=1.5", "trainer.optimizer.lr=fast",
