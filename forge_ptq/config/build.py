@@ -118,11 +118,18 @@ def _value(hint: Any, value: Any, path: str, problems: Problems, root: type) -> 
         inner = [t for t in get_args(hint) if t is not type(None)]
         if len(inner) == 1:
             return _value(inner[0], value, path, problems, root)
+        blamed: Problems | None = None
         for option in inner:
             attempt: Problems = []
             built = _value(option, value, path, attempt, root)
             if built is not _FAILED:
                 return built
+            if isinstance(value, list if get_origin(option) is list else str):
+                blamed = attempt
+        # The option of the value's own shape says which item is wrong, and what is near.
+        if blamed is not None:
+            problems += blamed
+            return _FAILED
     elif origin is Literal:
         options = get_args(hint)
         if any(value == o and type(value) is type(o) for o in options):
@@ -176,7 +183,7 @@ def type_name(hint: Any) -> str:
     if origin is dict:
         return f"a block of name: {type_name(args[1])}"
     if origin is list:
-        return f"a list of {type_name(args[0])}"
+        return f"a list of {type_name(args[0]).removeprefix('one of ')}"
     names = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
     return names.get(hint, "any value" if hint is Any else getattr(hint, "__name__", str(hint)))
 

@@ -104,6 +104,18 @@ def test_the_valid_keys_of_a_block_are_listed_once() -> None:
     assert found[f"{base}.max_model_length"].endswith(f"did you mean {base}.max_model_len?")
 
 
+def test_one_value_or_a_list_names_the_bad_item() -> None:
+    key = "loss.rollout_correction"
+    names = "none, tis, sequence_tis, icepop, geometric_mask"
+    expected = f"(str), expected one of {names}; did you mean"
+    assert problems(f"{key}=tiss") == {key: f"got 'tiss' {expected} tis?"}
+    assert problems(f"{key}=[tis, icpop]") == {f"{key}[1]": f"got 'icpop' {expected} icepop?"}
+    message = f"got 3 (int), expected one of {names} or a list of {names}"
+    assert problems(f"{key}=3") == {key: message}
+    rungs = problems("ptq.guard.on_reject=keep")["ptq.guard.on_reject"]
+    assert rungs == "got 'keep' (str), expected a list of demote, bf16, keep"
+
+
 def test_ill_typed_values_name_path_value_and_expected_type() -> None:
     found = problems(
         "group_size=eight", "rollout_threads=true", "seed=1.5", "trainer.optimizer.lr=fast",
