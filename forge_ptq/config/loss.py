@@ -121,6 +121,9 @@ def loss_problems(loss: LossConfig) -> Problems:
         message = "got null, expected a number of tokens while loss.aggregation is fixed_length"
         problems.append(("loss.length_divisor", message))
     names = loss.corrections()
+    given = loss.rollout_correction
+    if not isinstance(given, str) and "none" in given and len(given) > 1:
+        problems.append(("loss.rollout_correction", f"got {given}, expected none to stand alone"))
     if len(set(names)) < len(names):
         problems.append(("loss.rollout_correction", f"got {list(names)}, expected each once"))
     weighting = [name for name in names if name in WEIGHTING]

@@ -116,6 +116,13 @@ def test_one_value_or_a_list_names_the_bad_item() -> None:
     assert rungs == "got 'keep' (str), expected a list of demote, bf16, keep"
 
 
+@pytest.mark.parametrize("given", ["[none, tis]", "[tis, none]", "[none, none]"])
+def test_no_correction_stands_alone(given: str) -> None:
+    key = "loss.rollout_correction"
+    assert problems(f"{key}={given}")[key].endswith("expected none to stand alone")
+    assert load_config(TINY, [f"{key}=[none]"]).loss.corrections() == ()
+
+
 def test_ill_typed_values_name_path_value_and_expected_type() -> None:
     found = problems(
         "group_size=eight", "rollout_threads=true", "seed=1.5", "trainer.optimizer.lr=fast",
