@@ -7,14 +7,14 @@ Techniques", 3rd edition, 1977, section 6.4).
 
 Few clusters carry much of the sum (KL is such a quantity), so most means fall short of the truth a
 little while their errors come out small too, and Student's symmetric interval lies wholly under the
-truth far too often: 6.5 % of the time instead of 2.5 % on KL of 32 real rollouts. So intervals are
+truth far too often: 5.5 % of the time instead of 2.5 % on KL of 32 real rollouts. So intervals are
 Student's with C - 1 degrees of freedom, corrected for the skewness g of the clusters' residuals by
 Hall's cubic transformation ("On the removal of skewness by transformation", J. R. Statist. Soc. B
 54, 1992): with x = +-t / sqrt(C)
 
     bound = m - se * sqrt(C) * 3 / g * (cbrt(1 + g * (x - g / (6 C))) - 1)
 
-which brings it to 4.8 % there, and to 3.1 instead of 4.3 % at 128 (`apps/bench/decision.py`).
+which brings it to 4.2 % there, and to 2.8 instead of 3.8 % at 128 (`apps/bench/decision.py`).
 
 Shape suffixes: G rollouts, C clusters, R scored tokens of one rollout.
 """
