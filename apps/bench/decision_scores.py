@@ -8,8 +8,8 @@ plan that the planner makes, the others are the pool that every candidate is sco
 pool has a file of its own. Quantization is
 simulated with the served integers. The file is written after every candidate; a second call scores
 those that are missing. docs/results/decision.json rests on four files of rollouts, one after the
-other: --count 80 --max-prompt 224 --max-tokens 48 --seed 4, 5, 6 and 7, and on --pool 192; its table
-of prompts on --count 24 --responses 6 --seed 8.
+other: --count 80 --max-prompt 224 --max-tokens 48 --seed 4, 5, 6 and 7, and on --pool 192; its
+table of prompts on --count 24 --responses 6 --seed 8.
 """
 
 from __future__ import annotations
