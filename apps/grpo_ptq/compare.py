@@ -43,7 +43,7 @@ from forge_ptq.observe.summary import read_json, write_json
 from .compare_numbers import Run, compare, record_of
 from .compare_plot import draw
 from .compare_table import markdown
-from .evaluate import RESULT
+from .evaluate import RESPONSES, RESULT, SEED
 
 STOP_S = 60.0
 """Seconds for a run to end by itself after SIGTERM."""
@@ -162,6 +162,9 @@ class Comparison:
     def _record(self, arm: str, seed: int, made: dict[str, Any]) -> Run:
         folder = self.folder(arm, seed)
         evaluation = read_json(folder / RESULT) if self.cfg.questions else None
+        asked = {"questions": self.cfg.questions, "responses": RESPONSES, "seed": SEED}
+        if evaluation is not None and not asked.items() <= evaluation.items():
+            evaluation = None  # made with other questions: not to be compared
         return record_of(read_json(folder / "summary.json"), arm, seed, made, evaluation)
 
     def attempts(self, arm: str, seed: int) -> int:

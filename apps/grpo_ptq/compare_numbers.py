@@ -39,13 +39,14 @@ class Run:
     curves: dict[str, list[float | None]]
     """Each of CURVES by training step, from step 1 on."""
     rises: dict[int, float]
-    """Perplexity rise of the quantized candidates, by version: those that served."""
+    """Perplexity rise of the candidates that were judged and served, by version."""
     outcomes: dict[str, int] = field(default_factory=dict)
     """Publishes by verdict; `refused` counts those in which the gate turned a candidate down."""
     tokens_per_s: float | None = None
     wall_s: float | None = None
     evaluated: float | None = None
-    """Mean reward of the trained policy in full precision, on questions of its own."""
+    """Mean reward of the trained policy in full precision, on questions drawn with a seed of
+    their own."""
     skipped: int = 0
     """Steps that changed nothing: their loss or gradient was not finite."""
 

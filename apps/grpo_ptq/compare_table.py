@@ -14,7 +14,7 @@ def markdown(result: Mapping[str, Any]) -> str:
         f"Runs of `{result['base']}`. Means over seeds and half widths of their 95 % intervals.",
         "Final reward: the generator's in the last ten steps. Trained policy: its reward in full "
         f"precision. Relative: to arm `{result['reference']}`, by seed. "
-        "Perplexity rise: of the quantized candidates that served, over full precision. "
+        "Perplexity rise: of the candidates that were judged and served, over full precision. "
         "Policy age: versions by which episodes trailed the trainer.",
         "",
         "| arm | runs | final reward | relative | trained policy | relative | policy age | "
@@ -25,17 +25,14 @@ def markdown(result: Mapping[str, Any]) -> str:
         runs = str(arm["completed"])
         if arm["failed"]:
             runs += f", {arm['failed']} failed"
-        relative = shown(arm["relative"], "{:.1f} %", 100)
-        if 0 < (pairs := arm["relative"]["n"]) < arm["completed"]:
-            relative += f" ({pairs} seeds)"  # of the others the reference has no reward
         outcomes = ", ".join(f"{n} {name}" for name, n in sorted(arm["outcomes"].items()) if n)
         cells = [
             arm["label"],
             runs,
             shown(arm["reward"], "{:.3f}"),
-            relative,
-            shown(arm["evaluated"], "{:.3f}"),
-            shown(arm["evaluated_relative"], "{:.1f} %", 100),
+            _of_runs(arm, "relative", "{:.1f} %", 100),
+            _of_runs(arm, "evaluated", "{:.3f}"),
+            _of_runs(arm, "evaluated_relative", "{:.1f} %", 100),
             shown(arm["policy_age"], "{:.2f}"),
             shown(arm["mismatch_k3"], "{:.2g}"),
             shown(arm["lowest_ess"], "{:.3f}"),
@@ -61,6 +58,12 @@ def markdown(result: Mapping[str, Any]) -> str:
                 "changed nothing, since their loss or gradient was not finite"
             )
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _of_runs(arm: Mapping[str, Any], name: str, form: str, times: float = 1.0) -> str:
+    """With the number of seeds where it is not that of all completed runs."""
+    text, n = shown(arm[name], form, times), arm[name]["n"]
+    return f"{text} ({n} seeds)" if 0 < n < arm["completed"] else text
 
 
 def _reference_curves(arms: Mapping[str, Any]) -> list[str]:
@@ -101,7 +104,7 @@ def verdict(result: Mapping[str, Any], key: str = "relative", what: str = "final
     default = result["arms"].get(result["default"])
     wanted = result["agreement"]
     if default is None or default[key]["mean"] is None:
-        return f"`{result['default']}` has no completed run to compare with the reference: {what}."
+        return f"`{result['default']}` and the reference have no pair of runs to compare: {what}."
     relative = default[key]
     share, half = relative["mean"], relative["half"]
     text = f"`{result['default']}` reached {100 * share:.1f} % of the reference's {what}"

@@ -21,13 +21,15 @@ import torch
 
 from forge_ptq.config import ConfigError, RunConfig, load_config
 from forge_ptq.numerics.clusters import cluster_mean
-from forge_ptq.observe.summary import write_json
+from forge_ptq.observe.summary import plain, write_json
 
 from .questions import QuestionSet, prompt_of
 from .rewards import Scorer
 from .sampling import respond
 
 RESULT = "evaluation.json"
+RESPONSES = 2
+SEED = 1000
 
 
 def weights_of(cfg: RunConfig, run: Path) -> Path:
@@ -46,7 +48,8 @@ def evaluate(
     cfg: RunConfig, weights: Path, questions: int, responses: int, seed: int, batch: int
 ) -> dict[str, Any]:
     """{"reward", "standard_error", "questions", "responses", "seed"} of a checkpoint on the task of
-    a run. Questions longer than max_req_tokens are passed over, as the run does."""
+    a run. Questions longer than max_req_tokens are passed over, as the run does. ValueError where
+    the task has too few."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(weights)
@@ -54,8 +57,11 @@ def evaluate(
     source = QuestionSet(cfg.dataset.task, dict(cfg.dataset.task_args), cfg.dataset.size, seed)
     asked: list[tuple[dict[str, Any], list[int]]] = []
     while len(asked) < questions:
-        if source.epoch > 1:
-            raise ValueError(f"no question fits into max_req_tokens = {cfg.max_req_tokens}")
+        if source.position >= source.size:
+            raise ValueError(
+                f"questions: got {questions}; of dataset.size = {source.size} questions "
+                f"{len(asked)} have at most max_req_tokens = {cfg.max_req_tokens} tokens"
+            )
         entry = next(source)
         ids = tokenizer(prompt_of(entry["question"], tokenizer, cfg.dataset)).input_ids
         if len(ids) <= cfg.max_req_tokens:
@@ -71,11 +77,10 @@ def evaluate(
     rewards: list[float] = []
     for start in range(0, len(jobs), batch):
         part = jobs[start : start + batch]
-        texts = respond(
-            model, tokenizer, [ids for _, ids in part], cfg.max_res_tokens, cfg.loss.temperature
-        )
-        for (entry, _), ids in zip(part, texts, strict=True):
-            text = str(tokenizer.decode(ids, skip_special_tokens=True))
+        prompts = [ids for _, ids in part]
+        found = respond(model, tokenizer, prompts, cfg.max_res_tokens, cfg.loss.temperature)
+        for (entry, _), response in zip(part, found, strict=True):
+            text = str(tokenizer.decode(response, skip_special_tokens=True))
             rewards.append(score(text, entry).reward)
     result = cluster_mean(list(torch.tensor(rewards, dtype=torch.float64).split(responses)))
     return {
@@ -94,8 +99,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("run", type=Path, help="folder of a run that has completed")
     parser.add_argument("--questions", type=int, default=1024)
-    parser.add_argument("--responses", type=int, default=2, help="to each question")
-    parser.add_argument("--seed", type=int, default=1000, help="of questions and sampling")
+    parser.add_argument("--responses", type=int, default=RESPONSES, help="to each question")
+    parser.add_argument("--seed", type=int, default=SEED, help="of questions and sampling")
     parser.add_argument("--batch", type=int, default=256, help="responses at a time")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args(argv)
@@ -112,7 +117,7 @@ def main(argv: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     write_json(options.run / RESULT, result)
-    print(json.dumps(result))
+    print(json.dumps(plain(result)))
     return 0
 
 

@@ -237,7 +237,7 @@ def test_estimates_without_enough_numbers():
         (0.985, 0.02, "within the interval; the mean is under it"),
         (0.95, 0.01, "the whole interval is under it"),
         (0.95, None, "with one seed"),
-        (None, None, "no completed run"),
+        (None, None, "no pair of runs"),
     ],
 )
 def test_verdict_says_what_the_interval_allows(mean, half, text):
@@ -263,7 +263,10 @@ def test_trained_policies_are_evaluated_once_and_compared(config, tmp_path, monk
         if run_folder.name == "int8-seed2":
             return 1
         reward = 0.8 if "bf16" in run_folder.name else 0.72
-        (run_folder / "evaluation.json").write_text(json.dumps({"reward": reward}))
+        made = {"reward": reward, "questions": 64, "responses": 2, "seed": 1000}
+        if run_folder.name == "int8-seed1" and len(asked) <= 6:
+            made["questions"] = 32  # by hand, with fewer
+        (run_folder / "evaluation.json").write_text(json.dumps(made))
         return 0
 
     monkeypatch.setattr(compare_module, "_bounded", run)
@@ -273,13 +276,17 @@ def test_trained_policies_are_evaluated_once_and_compared(config, tmp_path, monk
     assert len(asked) == 6
     assert asked[0][-2:] == ["--questions", "64"]
     assert main(arguments) == 1
-    assert len(asked) == 7, "only the one that is missing"
+    again = [Path(command[3]).name for command in asked[6:]]
+    assert again == ["int8-seed1", "int8-seed2"], (
+        "the one with fewer questions, and the missing one"
+    )
     result = json.loads((folder / "compare.json").read_text())
     int8 = result["arms"]["int8"]
     assert int8["evaluated"]["n"] == int8["evaluated_relative"]["n"] == 2
     assert int8["evaluated_relative"]["mean"] == pytest.approx(0.9)
     table = (folder / "compare.md").read_text()
-    assert "| INT8 | 3 | 0.500 ± 0.000 | 100.0 ± 0.0 % | 0.720 ± 0.000 | 90.0 ± 0.0 % |" in table
+    evaluated = "0.720 ± 0.000 (2 seeds) | 90.0 ± 0.0 % (2 seeds)"
+    assert f"| INT8 | 3 | 0.500 ± 0.000 | 100.0 ± 0.0 % | {evaluated} |" in table
     assert "`int8` reached 90.0 % of the reference's reward of the trained policy" in table
 
 

@@ -11,6 +11,7 @@ import yaml
 from apps.grpo_ptq.evaluate import evaluate, main, weights_of
 from apps.grpo_ptq.questions import QuestionSet, prompt_of
 from apps.grpo_ptq.rewards import Scorer
+from apps.grpo_ptq.sampling import respond
 from forge_ptq.config import RunConfig, load_config
 from tests.loop import make_policy
 
@@ -98,7 +99,29 @@ def test_a_run_without_trained_weights_says_how_to_get_them(weights, tmp_path, c
         main([str(tmp_path), "--questions", "0"])
 
 
-def test_questions_that_never_fit_are_an_error_not_a_hang(weights):
-    cfg = settings(weights, "max_req_tokens=2", "dataset.size=8")
-    with pytest.raises(ValueError, match="max_req_tokens = 2"):
-        evaluate(cfg, weights, 1, 1, seed=0, batch=1)
+@pytest.mark.parametrize(("longest", "fitting"), [(2, "0 have"), (14, "[1-9] have")])
+def test_too_few_questions_are_an_error_not_a_hang(weights, longest, fitting):
+    """Nor are some asked twice: that would count as evidence."""
+    cfg = settings(weights, f"max_req_tokens={longest}", "dataset.size=8")
+    with pytest.raises(ValueError, match=rf"got 9; of dataset.size = 8 questions {fitting}"):
+        evaluate(cfg, weights, 9, 1, seed=0, batch=1)
+
+
+def test_of_the_generation_config_only_the_end_tokens_count(weights):
+    """The likeliest tokens one after the other, whatever the checkpoint recommends."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(weights)
+    model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32).eval()
+    prompt = [5, 6, 7]
+    ids = list(prompt)
+    for _ in range(8):
+        with torch.no_grad():
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    plain = ids[len(prompt) :]
+    model.generation_config.repetition_penalty = 50.0
+    (found,) = respond(model, tokenizer, [prompt], 8, temperature=0.01)
+    assert found == plain
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, plain[3]]
+    (found,) = respond(model, tokenizer, [prompt], 8, temperature=0.01)
+    assert found == plain[: plain.index(plain[3]) + 1]
