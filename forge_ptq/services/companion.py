@@ -23,8 +23,12 @@ class Accompanying:
         self._serving = serving
         self._fleet = fleet
         self._lock = lock
-        self._task: asyncio.Task[ArtifactRef | None] | None = None
+        self._tasks: list[asyncio.Task[ArtifactRef | None]] = []
+        """The last one, and one before it that may still hold the lock."""
+        self._waiting = False
+        """Whether the last one still waits for the lock."""
         self._replica: Any = None
+        """Of the one that waits."""
         self._closed = False
 
     def begin(self, replica: Any = None) -> None:
@@ -32,14 +36,16 @@ class Accompanying:
         the lock there is no second: the one is for all replicas then, if not for the same."""
         if self._closed:
             return
-        if self._task is None or self._task.done():
-            self._replica = replica
-            self._task = asyncio.create_task(self._run())
+        if not self._waiting:
+            self._replica, self._waiting = replica, True
+            self._tasks = [task for task in self._tasks if not task.done()]
+            self._tasks.append(asyncio.create_task(self._run()))
         elif replica is not self._replica:
             self._replica = None
 
     async def _run(self) -> ArtifactRef | None:
         async with self._lock:
+            self._waiting = False
             try:
                 return await self._serving.accompany(self._fleet, self._replica)
             except Exception:
@@ -48,16 +54,18 @@ class Accompanying:
 
     async def settled(self) -> ArtifactRef | None:
         """Waits until none is being made; the last one, None if it could not be made."""
-        if self._task is None:
+        while making := [task for task in self._tasks if not task.done()]:
+            await asyncio.wait(making)
+        if not self._tasks or self._tasks[-1].cancelled():
             return None
-        await asyncio.wait([self._task])
-        return None if self._task.cancelled() else self._task.result()
+        return self._tasks[-1].result()
 
     async def close(self, timeout_s: float) -> None:
         """Cancel what is being made; none is made any more."""
         self._closed = True
-        if self._task is None:
+        if not self._tasks:
             return
-        self._task.cancel()
-        if (await asyncio.wait([self._task], timeout=timeout_s))[1]:
+        for task in self._tasks:
+            task.cancel()
+        if (await asyncio.wait(self._tasks, timeout=timeout_s))[1]:
             log.warning("a companion was still being made when PTQ closed")

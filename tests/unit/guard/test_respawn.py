@@ -36,6 +36,19 @@ def respawning(generators: Generators, callbacks: list[Any]) -> Any:
     return come_back
 
 
+def held_up(replica: Any, name: str) -> tuple[asyncio.Event, asyncio.Event]:
+    """An endpoint that says when it was called, and waits for the second event."""
+    there, go, real = asyncio.Event(), asyncio.Event(), getattr(replica, name)
+
+    async def waiting(*args: Any) -> Any:
+        there.set()
+        await go.wait()
+        return await real(*args)
+
+    setattr(replica, name, waiting)
+    return there, go
+
+
 async def test_a_replica_that_comes_back_serves_what_is_committed_now_and_its_companion():
     generators, callbacks = Generators(2), []  # type: ignore[var-annotated]
     come_back = respawning(generators, callbacks)
@@ -153,3 +166,43 @@ async def test_one_that_came_back_with_what_the_others_would_not_flip_to_goes_ba
     assert verdict.outcome == "kept"
     assert "no generator replica would flip" in verdict.reason
     await agree(generators, ptq)
+
+
+async def test_one_that_comes_back_while_another_gets_its_companion_gets_one_too():
+    generators, callbacks = Generators(3), []  # type: ignore[var-annotated]
+    come_back = respawning(generators, callbacks)
+    ptq = await launch(generators, FakeFleet("int8_static", LAYERS), ab__enabled=True)
+    await ptq.publish(1)
+    beside, current = await ptq.accompanied(), ptq.serving.current
+    assert beside is not None
+    assert current is not None
+    there, go = held_up(generators.replicas[0], "accompany")
+    await come_back(0, current.ref)
+    await asyncio.wait_for(there.wait(), 5)
+    await come_back(1, current.ref)
+    await come_back(2, current.ref)
+    settled = asyncio.create_task(ptq.accompanied())
+    await asyncio.sleep(0.01)
+    assert not settled.done()
+    go.set()
+    assert await asyncio.wait_for(settled, 5) == beside
+    assert [r.companion for r in generators.replicas] == [beside.artifact_id] * 3
+
+
+async def test_closing_ends_the_companion_that_hangs_and_the_one_that_waits_for_it(caplog):
+    generators, callbacks = Generators(2), []  # type: ignore[var-annotated]
+    come_back = respawning(generators, callbacks)
+    ptq = await launch(generators, FakeFleet("int8_static", LAYERS), ab__enabled=True)
+    await ptq.publish(1)
+    await ptq.accompanied()
+    current = ptq.serving.current
+    assert current is not None
+    there, _ = held_up(generators.replicas[0], "accompany")
+    await come_back(0, current.ref)
+    await asyncio.wait_for(there.wait(), 5)
+    await come_back(1, current.ref)
+    await asyncio.wait_for(ptq.close(), 5)
+    assert await asyncio.wait_for(ptq.accompanied(), 5) is None
+    assert [r.companion for r in generators.replicas] == [None, None]
+    assert not ptq._lock.locked()
+    assert "still" not in caplog.text
