@@ -99,9 +99,11 @@ class Serving(History):
             return True
         missing = len(serving) < self._replicas
         if serving and ref.artifact_id not in serving:
-            await self._restore(previous)
-            if missing:  # it may have come back with what the pointer named for a moment
-                await self._conform(ref)
+            restored = await self._restore(previous)
+            # It may have come back with what the pointer named for a moment. While the pointer
+            # still does, the others must not be told to follow it.
+            if missing and restored:
+                await self._conform(previous)
             return False
         if missing or any(artifact_id != ref.artifact_id for artifact_id in serving):
             await self._conform(ref)
@@ -168,15 +170,16 @@ class Serving(History):
         limit = self.cfg.deadlines.stage_s + self.cfg.deadlines.commit_s
         await call_all(replica, "conform", limit, deadline_s=limit + GRACE_S)
 
-    async def _conform(self, ref: ArtifactRef) -> None:
+    async def _conform(self, committed: ArtifactRef | None) -> None:
         """Replicas that do not serve what is committed are made to, or end. Never raises."""
+        name = committed.artifact_id if committed is not None else "the starting checkpoint"
         limit = self.cfg.deadlines.stage_s + self.cfg.deadlines.commit_s
         try:
             # It ends itself at the limit: a little more time shows that it has.
             await call_all(self.policy, "conform", limit, deadline_s=limit + GRACE_S)
         except Exception as error:
-            log.warning("some replicas stay behind %s: %s", ref.artifact_id, error)
-            log.debug("conforming to %s", ref.artifact_id, exc_info=True)
+            log.warning("some replicas stay behind %s: %s", name, error)
+            log.debug("conforming to %s", name, exc_info=True)
 
     async def _move_pointer(self, ref: ArtifactRef) -> ArtifactRef | None:
         """Returns what it named before; PublishError if it cannot be moved."""
@@ -188,12 +191,14 @@ class Serving(History):
             raise PublishError(f"the pointer could not be moved: {error}") from error
         return previous
 
-    async def _restore(self, previous: ArtifactRef | None) -> None:
-        """Move the pointer back as far as the store lets us."""
+    async def _restore(self, previous: ArtifactRef | None) -> bool:
+        """Move the pointer back; whether the store let us."""
         try:
             await store.set_committed(previous)
         except store.StoreError as error:
             log.warning("the pointer could not be moved back: %s", error)
+            return False
+        return True
 
     async def _live(self, limit: float) -> list[str | None]:
         """What the replicas serve; of those that died meanwhile None."""

@@ -107,6 +107,42 @@ async def test_a_pointer_that_could_not_be_moved_back_is_before_the_next_publish
     await agree(generators, ptq)
 
 
+@pytest.mark.parametrize("moves", [True, False])
+async def test_healthy_replicas_keep_what_served_when_nobody_flips_and_one_is_missing(
+    memory, caplog, moves
+):
+    generators = Generators(2)
+    ptq = await launch(generators, FakeFleet("int8_static", LAYERS), guard__on_reject=["keep"])
+    first = await ptq.publish(1)
+    staying, late = generators.replicas
+
+    def commit() -> Exception:
+        late.away = True
+        if not moves:
+            memory.failing.add("set_committed")  # when the pointer is to be moved back
+        return RuntimeError("boom")
+
+    staying.faults["commit"], late.faults["commit"] = commit, "die early"
+    if moves:
+        real = generators.conform.fanout  # type: ignore[attr-defined]
+
+        async def fails(*args: Any) -> Any:
+            await real(*args)
+            raise RuntimeError("a replica ended itself")
+
+        generators.conform.fanout = fails  # type: ignore[attr-defined]
+    assert (await ptq.publish(2)).outcome == "kept"
+    assert staying.live == first.artifact_id
+    assert staying.calls.count("conform") == int(moves)
+    assert (f"stay behind {first.artifact_id}" in caplog.text) == moves
+    late.away = False
+    memory.failing.clear()
+    generators.conform = generators._endpoint("conform")  # type: ignore[attr-defined]
+    staying.kl = 0.5
+    assert (await ptq.publish(3)).outcome == "kept"
+    await agree(generators, ptq)
+
+
 async def test_what_the_store_has_dropped_is_nothing_to_go_back_to_when_confirmed_late(memory):
     generators = Generators()
     ptq = await launch(generators, FakeFleet("int8_static", LAYERS), offered=400)
