@@ -212,16 +212,18 @@ class Serving(History):
     async def accompany(self, fleet: Any, replica: Any = None) -> ArtifactRef | None:
         """Let the serving version serve in bf16 as well, where the configuration asks for it.
 
-        replica: the actor that alone lacks it. It gets what the others have, unless that has failed
-        or killed somebody, which it would again. Never raises: without it the run goes on with the
-        live slot alone.
+        replica: the actor that alone lacks it. It gets what the others have. What has failed or
+        killed somebody would again, and is given to nobody any more. Never raises: without it the
+        run goes on with the live slot alone.
         """
         current = self.current
         if current is None or not current.quantized:
             return None
         if not (self.cfg.ab.enabled or self.cfg.precision_by_load.enabled):
             return None
-        if replica is not None and self.companion in (None, self._deadly):
+        if self.companion is not None and self.companion == self._deadly:
+            return None
+        if replica is not None and self.companion is None:
             return None
         limits = self.cfg.deadlines
         try:

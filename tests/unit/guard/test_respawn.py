@@ -122,8 +122,13 @@ async def test_a_companion_that_was_too_much_for_a_replica_is_not_given_to_it_ag
     await come_back(1, current.ref)
     await ptq.accompanied()
     assert replica.calls.count("accompany") == 1
+    generators.replicas[0].kl, ptq.cfg.guard.on_reject = 0.5, ["keep"]
+    assert (await ptq.publish(2)).outcome == "kept"
+    assert await ptq.accompanied() is None
+    assert replica.calls.count("accompany") == 1, "nor with the others"
+    generators.replicas[0].kl = 0.01
     replica.faults.clear()
-    await ptq.publish(2)
+    await ptq.publish(3)
     beside = await ptq.accompanied()
     assert beside is not None
     assert replica.companion == beside.artifact_id, "the next version's is tried again"
