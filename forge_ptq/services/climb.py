@@ -202,15 +202,14 @@ class Climb:
             log.debug("version %d", verdict.version, exc_info=True)
             self._to(State.FAILED, reason, {}, candidate)
         except asyncio.CancelledError:
-            if not self.served:
+            if self.served:
+                self._report(candidate, reason)
+            else:
                 await self.parts.publisher.abandon(candidate)
             raise
         if not self.served:
             await self.parts.publisher.abandon(candidate)
-        how = "in bf16" if candidate.scheme else "demoted"
-        prefix = f"{verdict.reason}; then {how}: " if verdict.reason else ""
-        verdict.reason = prefix + reason
-        candidate.report(verdict, refused=self.passage.state is State.REFUSED)
+        self._report(candidate, reason)
         if self.served:
             await self.parts.faults.after_commit(
                 verdict.version, serving.policy, self.parts.cfg.deadlines.commit_s
@@ -281,6 +280,13 @@ class Climb:
             ladder.passed()
 
     # ---- notes
+
+    def _report(self, candidate: Candidate, reason: str) -> None:
+        verdict = self.verdict
+        how = "in bf16" if candidate.scheme else "demoted"
+        prefix = f"{verdict.reason}; then {how}: " if verdict.reason else ""
+        verdict.reason = prefix + reason
+        candidate.report(verdict, refused=self.passage.state is State.REFUSED)
 
     def _to(
         self,

@@ -37,11 +37,15 @@ async def test_a_publish_cancelled_in_its_commit_ends_the_commit_first(name):
     go.set()
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(task, 10)
-    assert (ptq.served_version, ptq.verdicts[-1].outcome) == (2, "accepted")
+    verdict, second = ptq.verdicts[-1], ptq.serving.current
+    assert (ptq.served_version, verdict.outcome) == (2, "accepted")
     await agree(generators, ptq)
     setattr(replica, name, real)
-    second = ptq.serving.current
     assert second is not None
+    assert (verdict.artifact_id, verdict.scheme) == (second.ref.artifact_id, first.scheme)
+    assert verdict.perplexity_rise == pytest.approx(first.perplexity_rise)
+    assert verdict.reason == first.reason
+    assert verdict.flip_s is not None
     await ptq.watch(3, records(second.ref), oldest_usable=0)
     assert second.confirmed, "live traffic judges it"
 
