@@ -146,7 +146,8 @@ class PTQ:
             ptq.ladder.restore(state.get("ladder", {}))
             ptq.serving.restore(state.get("serving", []), committed)
             ptq._watch.restore(state.get("watch", {}))
-            ptq._parts.schedule.restore(state.get("schedule", Schedule(cfg, ptq.sampler).state()))
+            if "schedule" in state:
+                ptq._parts.schedule.restore(state["schedule"])
         current = ptq.serving.current
         if committed is not None and (current is None or current.ref != committed):
             plan = plan_of((await store.get_manifest(committed)).layers)
