@@ -270,7 +270,9 @@ async def test_some_shares_without_rollouts(world):
 async def test_a_replica_that_goes_mad(world):
     calibration = await world.calibrate("nan")
     _, victim = world.victim("nan")
-    assert any(victim in line and "NaN" in line for line in calibration.dropped)
+    # It says so itself, or is lost first where the machine is too busy for its heartbeat.
+    lines = [line for line in calibration.dropped if line.startswith(victim)]
+    assert any("NaN" in line or line.endswith(": lost") for line in lines), calibration.dropped
     assert_close(calibration.stats, world.expected())
 
 
