@@ -23,11 +23,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from apps.bench.options import write
-from apps.grpo_ptq.evaluate import weights_of
-from apps.grpo_ptq.questions import QuestionSet, prompt_of
+from apps.grpo_ptq.evaluate import ask, weights_of
 from apps.grpo_ptq.sampling import respond
 from forge_ptq.config import RunConfig, load_config
 from forge_ptq.models.checkpoint import iter_tensors
+from forge_ptq.numerics.divergence import kl_from_logprobs
 from forge_ptq.training import checkpoints
 from forge_ptq.training.titan import build
 
@@ -76,7 +76,7 @@ def apart(
     """{"kl", "k3"} of the trainer from the sampler, nats per token."""
     kl, k3 = [], []
     for gen_RV, own_RV, response in zip(sampler, trainer, responses, strict=True):
-        kl.append((gen_RV.exp() * (gen_RV - own_RV)).sum(-1))
+        kl.append(kl_from_logprobs(gen_RV, own_RV))
         gap_R = (own_RV - gen_RV).gather(-1, torch.tensor(response)[:, None])[:, 0]
         k3.append(gap_R.exp() - gap_R - 1)
     return {"kl": float(torch.cat(kl).mean()), "k3": float(torch.cat(k3).mean())}
@@ -101,11 +101,7 @@ def main(arguments: list[str] | None = None) -> None:
     tokenizer = AutoTokenizer.from_pretrained(hf)
     model = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32).eval()
     rounded = {name: tensor.bfloat16().float() for name, tensor in exact.items()}
-    source = QuestionSet(cfg.dataset.task, dict(cfg.dataset.task_args), 10_000, parsed.seed)
-    prompts = [
-        list(tokenizer(prompt_of(next(source)["question"], tokenizer, cfg.dataset)).input_ids)
-        for _ in range(parsed.prompts)
-    ]
+    prompts = [ids for _, ids in ask(cfg, tokenizer, parsed.prompts, parsed.seed)]
     temperature = cfg.loss.temperature
     torch.manual_seed(parsed.seed)
     model.load_state_dict(rounded, strict=False)

@@ -44,16 +44,11 @@ def weights_of(cfg: RunConfig, run: Path) -> Path:
     return folder
 
 
-def evaluate(
-    cfg: RunConfig, weights: Path, questions: int, responses: int, seed: int, batch: int
-) -> dict[str, Any]:
-    """{"reward", "standard_error", "questions", "responses", "seed"} of a checkpoint on the task of
-    a run. Questions longer than max_req_tokens are passed over, as the run does. ValueError where
-    the task has too few."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(weights)
-    model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32).eval()
+def ask(
+    cfg: RunConfig, tokenizer: Any, questions: int, seed: int
+) -> list[tuple[dict[str, Any], list[int]]]:
+    """(entry, token ids of its prompt) of so many questions of a run's task. Those longer than
+    max_req_tokens are passed over, as the run does. ValueError where the task has too few."""
     source = QuestionSet(cfg.dataset.task, dict(cfg.dataset.task_args), cfg.dataset.size, seed)
     asked: list[tuple[dict[str, Any], list[int]]] = []
     while len(asked) < questions:
@@ -66,6 +61,19 @@ def evaluate(
         ids = tokenizer(prompt_of(entry["question"], tokenizer, cfg.dataset)).input_ids
         if len(ids) <= cfg.max_req_tokens:
             asked += [(entry, list(ids))]
+    return asked
+
+
+def evaluate(
+    cfg: RunConfig, weights: Path, questions: int, responses: int, seed: int, batch: int
+) -> dict[str, Any]:
+    """{"reward", "standard_error", "questions", "responses", "seed"} of a checkpoint on the task of
+    a run. ValueError where the task has too few questions."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(weights)
+    model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32).eval()
+    asked = ask(cfg, tokenizer, questions, seed)
     score = Scorer(
         cfg.reward.task,
         extract=cfg.reward.extract,

@@ -78,9 +78,9 @@ async def agree(generators: Generators, ptq: PTQ) -> None:
     await store.get_manifest(committed)
 
 
-async def held(ptq: PTQ, replica: Any, name: str, version: int) -> tuple[Any, asyncio.Event]:
-    """A publish that has come to an endpoint and waits there."""
-    go, there, real = asyncio.Event(), asyncio.Event(), getattr(replica, name)
+def held_up(replica: Any, name: str) -> tuple[asyncio.Event, asyncio.Event]:
+    """An endpoint that says when it was called, and waits for the second event."""
+    there, go, real = asyncio.Event(), asyncio.Event(), getattr(replica, name)
 
     async def waiting(*args: Any) -> Any:
         there.set()
@@ -88,6 +88,12 @@ async def held(ptq: PTQ, replica: Any, name: str, version: int) -> tuple[Any, as
         return await real(*args)
 
     setattr(replica, name, waiting)
+    return there, go
+
+
+async def held(ptq: PTQ, replica: Any, name: str, version: int) -> tuple[Any, asyncio.Event]:
+    """A publish that has come to an endpoint and waits there."""
+    there, go = held_up(replica, name)
     task = asyncio.create_task(ptq.publish(version))
     await asyncio.wait_for(there.wait(), 10)
     return task, go

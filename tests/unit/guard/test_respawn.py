@@ -9,8 +9,9 @@ from unittest.mock import AsyncMock
 
 import pytest
 
+from forge_ptq.services.ptq import PTQ
 from tests.integration.publish_doubles import FakeFleet, Generators
-from tests.unit.guard.support import LAYERS, agree, held, launch
+from tests.unit.guard.support import LAYERS, agree, held, held_up, launch
 
 
 def respawning(generators: Generators, callbacks: list[Any]) -> Any:
@@ -36,17 +37,16 @@ def respawning(generators: Generators, callbacks: list[Any]) -> Any:
     return come_back
 
 
-def held_up(replica: Any, name: str) -> tuple[asyncio.Event, asyncio.Event]:
-    """An endpoint that says when it was called, and waits for the second event."""
-    there, go, real = asyncio.Event(), asyncio.Event(), getattr(replica, name)
-
-    async def waiting(*args: Any) -> Any:
-        there.set()
-        await go.wait()
-        return await real(*args)
-
-    setattr(replica, name, waiting)
-    return there, go
+async def serving_with_companion(replicas: int) -> tuple[Generators, Any, PTQ, Any, Any]:
+    """(generators, come_back, publisher, companion, reference of what serves) after a publish."""
+    generators, callbacks = Generators(replicas), []  # type: ignore[var-annotated]
+    come_back = respawning(generators, callbacks)
+    ptq = await launch(generators, FakeFleet("int8_static", LAYERS), ab__enabled=True)
+    await ptq.publish(1)
+    beside, current = await ptq.accompanied(), ptq.serving.current
+    assert beside is not None
+    assert current is not None
+    return generators, come_back, ptq, beside, current.ref
 
 
 async def test_a_replica_that_comes_back_serves_what_is_committed_now_and_its_companion():
@@ -71,33 +71,21 @@ async def test_a_replica_that_comes_back_serves_what_is_committed_now_and_its_co
 
 
 async def test_coming_back_waits_for_no_publish_and_gets_no_companion_of_a_closed_publisher():
-    generators, callbacks = Generators(2), []  # type: ignore[var-annotated]
-    come_back = respawning(generators, callbacks)
-    ptq = await launch(generators, FakeFleet("int8_static", LAYERS), ab__enabled=True)
-    await ptq.publish(1)
-    beside, current = await ptq.accompanied(), ptq.serving.current
-    assert beside is not None
-    assert current is not None
+    generators, come_back, ptq, beside, current = await serving_with_companion(2)
     async with ptq._lock:
-        await asyncio.wait_for(come_back(1, current.ref), 5)
+        await asyncio.wait_for(come_back(1, current), 5)
         assert generators.replicas[1].companion is None
     assert await ptq.accompanied() == beside
     assert generators.replicas[1].companion == beside.artifact_id
     await ptq.close()
-    await come_back(1, current.ref)
+    await come_back(1, current)
     assert generators.replicas[1].companion is None
 
 
 async def test_one_that_comes_back_during_a_publish_costs_the_others_no_companion():
-    generators, callbacks = Generators(2), []  # type: ignore[var-annotated]
-    come_back = respawning(generators, callbacks)
-    ptq = await launch(generators, FakeFleet("int8_static", LAYERS), ab__enabled=True)
-    await ptq.publish(1)
-    await ptq.accompanied()
-    current = ptq.serving.current
-    assert current is not None
+    generators, come_back, ptq, _, current = await serving_with_companion(2)
     task, go = await held(ptq, generators.replicas[0], "probe", 2)
-    await come_back(1, current.ref)
+    await come_back(1, current)
     go.set()
     await asyncio.wait_for(task, 10)
     beside = await ptq.accompanied()
@@ -174,18 +162,12 @@ async def test_one_that_came_back_with_what_the_others_would_not_flip_to_goes_ba
 
 
 async def test_one_that_comes_back_while_another_gets_its_companion_gets_one_too():
-    generators, callbacks = Generators(3), []  # type: ignore[var-annotated]
-    come_back = respawning(generators, callbacks)
-    ptq = await launch(generators, FakeFleet("int8_static", LAYERS), ab__enabled=True)
-    await ptq.publish(1)
-    beside, current = await ptq.accompanied(), ptq.serving.current
-    assert beside is not None
-    assert current is not None
+    generators, come_back, ptq, beside, current = await serving_with_companion(3)
     there, go = held_up(generators.replicas[0], "accompany")
-    await come_back(0, current.ref)
+    await come_back(0, current)
     await asyncio.wait_for(there.wait(), 5)
-    await come_back(1, current.ref)
-    await come_back(2, current.ref)
+    await come_back(1, current)
+    await come_back(2, current)
     settled = asyncio.create_task(ptq.accompanied())
     await asyncio.sleep(0.01)
     assert not settled.done()
@@ -195,17 +177,11 @@ async def test_one_that_comes_back_while_another_gets_its_companion_gets_one_too
 
 
 async def test_closing_ends_the_companion_that_hangs_and_the_one_that_waits_for_it(caplog):
-    generators, callbacks = Generators(2), []  # type: ignore[var-annotated]
-    come_back = respawning(generators, callbacks)
-    ptq = await launch(generators, FakeFleet("int8_static", LAYERS), ab__enabled=True)
-    await ptq.publish(1)
-    await ptq.accompanied()
-    current = ptq.serving.current
-    assert current is not None
+    generators, come_back, ptq, _, current = await serving_with_companion(2)
     there, _ = held_up(generators.replicas[0], "accompany")
-    await come_back(0, current.ref)
+    await come_back(0, current)
     await asyncio.wait_for(there.wait(), 5)
-    await come_back(1, current.ref)
+    await come_back(1, current)
     await asyncio.wait_for(ptq.close(), 5)
     assert await asyncio.wait_for(ptq.accompanied(), 5) is None
     assert [r.companion for r in generators.replicas] == [None, None]
