@@ -95,6 +95,7 @@ def train(config: SFTConfig, assets: Path) -> Any:
             optimizer=config.optimizer,
             lr_scheduler=config.lr_scheduler,
             checkpoint=CheckpointConfig(enable=False),
+            push_rounding="nearest",  # nothing to lose: these weights never were bf16
             training=TrainingConfig(
                 local_batch_size=config.batch_size,
                 seq_len=tiny.MAX_LENGTH,

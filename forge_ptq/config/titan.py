@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from .block import Block, NaturalInt, NotNegative, Positive, PositiveInt, Share
+
+PushRounding = Literal["auto", "nearest", "stochastic"]
+"""How fp32 weights become bf16, see ``numerics.rounding``."""
+
+PUSH_ROUNDINGS: tuple[str, ...] = get_args(PushRounding)
 
 
 @dataclass(kw_only=True)
@@ -191,6 +196,12 @@ class TrainerConfig(Block):
         default_factory=ActivationCheckpointConfig
     )
     """Recomputation of activations."""
+
+    push_rounding: PushRounding = "auto"
+    """How fp32 weights become the bf16 that is pushed and exported. `nearest` gives updates smaller
+    than the spacing of bf16 back as if nothing was learnt; `stochastic` keeps them on average, by
+    one fixed draw per weight. `auto`: nearest where `training.mixed_precision_param` is bfloat16,
+    whose forward pass then has these very weights, else stochastic."""
 
 
 @dataclass(kw_only=True)

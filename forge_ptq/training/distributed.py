@@ -1,4 +1,4 @@
-"""The process group of a trainer's or reference model's ranks."""
+"""The process group of a trainer's or reference model's ranks, and what works on their shards."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from forge_ptq.numerics import rounding
 
 TIMEOUT_S = 300.0
 """Longest wait for another rank in any collective."""
@@ -72,6 +76,20 @@ def gather_rows(rows: Tensor, sizes: list[int], index: int) -> Tensor:
     whole[first : first + len(rows)] = rows.to(device)
     dist.all_reduce(whole, op=dist.ReduceOp.MAX)
     return whole.cpu()
+
+
+def stochastic_bf16(tensor: Tensor, name: str) -> Tensor:
+    """`rounding.stochastic_bf16` of a tensor or of each rank's shard of it: the same bits, however
+    it is sharded. Raises TypeError unless it is fp32."""
+    if not isinstance(tensor, DTensor):
+        return rounding.stochastic_bf16(tensor, name)
+    mesh, placements, whole = tensor.device_mesh, tensor.placements, tensor.shape
+    _, offset = compute_local_shape_and_global_offset(whole, mesh, placements)
+    local = tensor.to_local()
+    rounded = rounding.stochastic_bf16(local, name, whole=whole, offset=offset)
+    return DTensor.from_local(
+        rounded, mesh, placements, run_check=False, shape=whole, stride=tensor.stride()
+    )
 
 
 def _reduce(values: dict[str, float], op: dist.ReduceOp.RedOpType) -> dict[str, float]:

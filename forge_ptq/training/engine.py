@@ -155,8 +155,22 @@ class TrainEngine:
     # ---- weights and checkpoints ----
 
     def hf_state(self, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
-        """Weights under HF names, cast to `dtype`: copies where that changes the type."""
-        return {k: v.to(dtype) for k, v in self.built.hf_state().items()}
+        """Weights under HF names, cast to `dtype`: copies where that changes the type. fp32 becomes
+        bf16 as push_rounding says."""
+        state = self.built.hf_state()
+        if dtype == torch.bfloat16 and self.rounds_stochastically:
+            return {k: distributed.stochastic_bf16(v, k) for k, v in state.items()}
+        return {k: v.to(dtype) for k, v in state.items()}
+
+    @property
+    def rounds_stochastically(self) -> bool:
+        """Whether fp32 weights are pushed with stochastic rounding."""
+        training, how = self.config.training, self.config.push_rounding
+        if training.dtype != "float32":
+            return False  # they are bf16 already
+        return how == "stochastic" or (
+            how == "auto" and training.mixed_precision_param == "float32"
+        )
 
     def full_hf_state(self, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
         """The same as whole CPU tensors; all ranks call it together."""

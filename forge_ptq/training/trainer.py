@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from forge_ptq.config.loss import LossConfig
 from forge_ptq.config.titan import (
+    PUSH_ROUNDINGS,
     ActivationCheckpointConfig,
     CheckpointConfig,
     CompileConfig,
@@ -17,6 +18,7 @@ from forge_ptq.config.titan import (
     ModelConfig,
     OptimizerConfig,
     ParallelismConfig,
+    PushRounding,
     TrainerConfig,
     TrainingConfig,
 )
@@ -63,6 +65,7 @@ class TitanTrainer(ForgeActor):
     checkpoint: Any = field(default_factory=dict)
     activation_checkpoint: Any = field(default_factory=dict)
     compile: Any = field(default_factory=dict)
+    push_rounding: PushRounding = "auto"
     loss: Any = field(default_factory=GRPOLoss)
     """A GRPOLoss, its fields as a mapping or `loss` block, or a function in torchforge's form:
     loss(logits, **targets)."""
@@ -79,9 +82,13 @@ class TitanTrainer(ForgeActor):
             "activation_checkpoint": ActivationCheckpointConfig,
             "compile": CompileConfig,
         }
-        names = {f.name for f in fields(TrainerConfig)}
         made = {n: block(kind, getattr(self, n), f"trainer.{n}") for n, kind in blocks.items()}
-        self.config = TrainerConfig(**{n: made[n] for n in names})
+        if self.push_rounding not in PUSH_ROUNDINGS:
+            raise ValueError(
+                f"trainer.push_rounding: {self.push_rounding!r}; "
+                f"expected one of {', '.join(PUSH_ROUNDINGS)}"
+            )
+        self.config = TrainerConfig(**made, push_rounding=self.push_rounding)
         if isinstance(self.loss, Mapping) or type(self.loss) is LossConfig:
             self.loss = block(GRPOLoss, dict(**self.loss), "loss")
 
@@ -128,7 +135,8 @@ class TitanTrainer(ForgeActor):
 
     @endpoint
     async def push_weights(self, policy_version: int) -> None:
-        """Puts the weights into the store as `policy_version`: HF names, bf16, DTensor shards."""
+        """Puts the weights into the store as `policy_version`: HF names, DTensor shards, bf16
+        rounded as `push_rounding` says."""
         from forge_ptq import store
 
         started = time.perf_counter()
