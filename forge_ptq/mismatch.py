@@ -87,6 +87,8 @@ class SequenceMismatch:
     reward: float
     group: str
     """Names the prompt's group of responses."""
+    left_out: int = 0
+    """Response tokens that a mask or the veto left out of the loss."""
     rejected: int = 0
     """Response tokens of a sequence that was left out for a log-probability that is not finite."""
     sampled_finite: bool = True

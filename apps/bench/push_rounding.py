@@ -1,26 +1,28 @@
-"""How much of the mismatch comes from the bf16 that weights are pushed in?
+"""What does a generator lose when the trainer's fp32 weights are pushed as bf16, and why?
 
 Usage: python -m apps.bench.push_rounding outputs/RUN [--out docs/results/push_rounding.json]
 
-Takes the last checkpoint of a run (fp32 weights, AdamW's moments), samples responses to questions
-of its task from the weights as the generator gets them, rounded to bf16, and compares in fp32, over
-the whole vocabulary and as k3 of the sampled tokens:
+Takes the last checkpoint of a run (fp32 weights, AdamW's moments), makes of it the weights that
+generators could have, lets each answer questions of the run's task, and compares it in fp32 with
+the trainer's weights, over the whole vocabulary and as k3 of the sampled tokens:
 
-rounding   the fp32 weights against their rounding: what a generator without any lag or quantization
-           is off by
-one_step   the fp32 weights against those one optimizer step before: what a lag of one version costs
-unmoved    share of the weights whose bf16 is still that of the run's starting policy
+nearest, stochastic           the weights in bf16, rounded in either way
+int8_nearest, int8_stochastic  these with INT8 weights per channel, activations as they are
+one_version_behind            fp32 weights of one optimizer step before: what a lag of one costs
+
+unmoved is the share of the weights whose bf16 is still that of the run's starting policy.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import nn
 
 from apps.bench.options import write
 from apps.grpo_ptq.evaluate import ask, weights_of
@@ -28,15 +30,16 @@ from apps.grpo_ptq.sampling import respond
 from forge_ptq.config import RunConfig, load_config
 from forge_ptq.models.checkpoint import iter_tensors
 from forge_ptq.numerics.divergence import kl_from_logprobs
+from forge_ptq.numerics.rounding import stochastic_bf16
+from forge_ptq.numerics.schemes import get_scheme
 from forge_ptq.training import checkpoints
 from forge_ptq.training.titan import build
 
 State = dict[str, torch.Tensor]
 
 
-def weights(cfg: RunConfig, folder: Path, hf: Path) -> tuple[State, State]:
-    """(fp32 weights, the last step's change of them) of the newest checkpoint, under HF names."""
-    step = max(checkpoints.complete_steps(folder))
+def weights(cfg: RunConfig, folder: Path, hf: Path, step: int) -> tuple[State, State]:
+    """(fp32 weights, the last step's change of them) of a checkpoint, under HF names."""
     built = build(hf, seq_len=cfg.trainer.training.seq_len, dtype="float32")
     own = {name: tensor.detach() for name, tensor in built.model.state_dict().items()}
     named = [name for name, _ in built.model.named_parameters()]
@@ -82,6 +85,16 @@ def apart(
     return {"kl": float(torch.cat(kl).mean()), "k3": float(torch.cat(k3).mean())}
 
 
+def int8(state: State, layers: Iterable[str]) -> State:
+    """The state with the weights of these layers as INT8 makes them."""
+    scheme, result = get_scheme("int8_dynamic"), dict(state)
+    for layer in layers:
+        weight_NK = state[f"{layer}.weight"]
+        parts = scheme.quantize(weight_NK, name=layer)
+        result[f"{layer}.weight"] = scheme.dequantize(parts).float()
+    return result
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Parse options, measure, write."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -97,30 +110,36 @@ def main(arguments: list[str] | None = None) -> None:
 
     cfg = load_config(parsed.run / "config.yaml")
     hf = weights_of(cfg, parsed.run)
-    exact, changes = weights(cfg, hf.parent, hf)
+    step = max(checkpoints.complete_steps(hf.parent))
+    exact, changes = weights(cfg, hf.parent, hf, step)
     tokenizer = AutoTokenizer.from_pretrained(hf)
     model = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32).eval()
-    rounded = {name: tensor.bfloat16().float() for name, tensor in exact.items()}
+    linear = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"]
     prompts = [ids for _, ids in ask(cfg, tokenizer, parsed.prompts, parsed.seed)]
-    temperature = cfg.loss.temperature
-    torch.manual_seed(parsed.seed)
-    model.load_state_dict(rounded, strict=False)
-    responses = respond(model, tokenizer, prompts, cfg.max_res_tokens, temperature)
-    found = []
-    before = {name: tensor - changes[name] for name, tensor in exact.items() if name in changes}
-    for state in (rounded, exact, {**exact, **before}):
-        model.load_state_dict(state, strict=False)  # a tied lm_head is there once
-        found.append(logprobs(model, prompts, responses, temperature))
     start = dict(iter_tensors(Path(cfg.model)))
-    same = sum(int((rounded[n] == start[n].float()).sum()) for n in rounded)
-    results = {
-        "steps": max(checkpoints.complete_steps(hf.parent)),
-        "learning_rate": cfg.trainer.optimizer.lr,
-        "tokens": sum(map(len, responses)),
-        "rounding": apart(found[0], found[1], responses),
-        "one_step": apart(found[2], found[1], responses),
-        "unmoved": same / sum(tensor.numel() for tensor in rounded.values()),
+    pushed: dict[str, State] = {
+        "nearest": {name: tensor.bfloat16() for name, tensor in exact.items()},
+        "stochastic": {name: stochastic_bf16(tensor, name) for name, tensor in exact.items()},
     }
+    results: dict[str, Any] = {"steps": step, "learning_rate": cfg.trainer.optimizer.lr}
+
+    def compare(generator: State) -> dict[str, float]:
+        model.load_state_dict(generator, strict=False)  # a tied lm_head is there once
+        torch.manual_seed(parsed.seed)
+        temperature = cfg.loss.temperature
+        responses = respond(model, tokenizer, prompts, cfg.max_res_tokens, temperature)
+        sampler = logprobs(model, prompts, responses, temperature)
+        model.load_state_dict(exact, strict=False)
+        trainer = logprobs(model, prompts, responses, temperature)
+        return {**apart(sampler, trainer, responses), "tokens": sum(map(len, responses))}
+
+    for how, state in pushed.items():
+        same = sum(int((tensor == start[name]).sum()) for name, tensor in state.items())
+        unmoved = same / sum(tensor.numel() for tensor in state.values())
+        results[how] = {**compare(state), "unmoved": unmoved}
+        results[f"int8_{how}"] = compare(int8(state, linear))
+    before = {name: exact[name] - change for name, change in changes.items()}
+    results["one_version_behind"] = compare({**exact, **before})
     parsed.run = parsed.run.name
     write(parsed, results)
 

@@ -211,6 +211,7 @@ def mismatch_records(
             max_abs_gap=row["max_abs_gap"],
             reward=reward,
             group=group,
+            left_out=int(row["masked"] + row["vetoed"]),
             rejected=int(row["rejected"]),
             sampled_finite=sampled_finite,
         )

@@ -30,6 +30,11 @@ class ProbationConfig(Block):
     min_ess: TrueShare = 0.5
     """Smallest effective sample size of the tokens' importance ratios, as a share of the tokens."""
 
+    max_left_out: TrueShare = 0.2
+    """Largest share of the response tokens that masks and the veto of `loss` leave out, beyond that
+    of full-precision episodes. A veto may drop most of the data at a small mismatch: in a response
+    of 4,000 tokens one improbable token is enough."""
+
     patience: PositiveInt = 2
     """Judgements in a row over a threshold that count as one failure; four times over it, one."""
 

@@ -92,8 +92,8 @@ class AdvantagesConfig(Block):
 
 @dataclass(kw_only=True)
 class AlarmsConfig(Block):
-    """When training says aloud that generator and trainer are apart. The limits of the mismatch
-    itself, which the guard acts on, are ptq.guard.probation's max_mismatch_kl and min_ess."""
+    """When training says aloud that generator and trainer are apart. These speak of
+    one step; what the guard acts on are ptq.guard.probation's limits, over many episodes."""
 
     max_masked_fraction: Share = 0.2
     """Largest share of the response tokens that a mask leaves out."""

@@ -97,6 +97,7 @@ METRICS: tuple[MetricName, ...] = (
         ("mismatch_k3", "mean", "KL(generator || trainer) of a plan, nats per token"),
         ("control_k3", "mean", "the part of it that full precision shows at the same ages"),
         ("ess", "min", "effective sample size of a plan's tokens, as a share"),
+        ("left_out", "mean", "share of its tokens that masks and the veto leave out of the loss"),
         ("alarms", "sum", "judgements over a threshold"),
     ),
     *_metrics(

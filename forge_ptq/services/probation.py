@@ -18,6 +18,8 @@ A judgement is bad if
     mismatch    sum(k3) / tokens, less what full precision shows at the same ages,
                 is over max_mismatch_kl
     ess         sum(r)^2 / (tokens * sum(r^2)), over the same of full precision, is under min_ess
+    left out    the share of the tokens that the loss's correction leaves out, less that of full
+                precision, is over max_left_out: training starves though the rest agrees
     rejected    a sequence was sampled with log-probabilities that are not finite
 
 Where only the trainer's are not finite, the sequence says nothing of what sampled it: it does not
@@ -25,8 +27,9 @@ count at all.
 
 Sequences sampled in bf16 (a fallback, the other arm of an A/B test) are the control: they trail the
 trainer by as many steps, so what they show is not quantization. Differences of independent causes
-add in log space: KL is subtracted, and second moments of the ratios multiply, so ESS is divided. An
-age without ``CONTROL_EPISODES`` sequences of control counts as if full precision agreed perfectly.
+add in log space: KL is subtracted, and second moments of the ratios multiply, so ESS is divided.
+Shares left out are subtracted. An age without ``CONTROL_EPISODES`` sequences of control counts as
+if full precision agreed perfectly.
 """
 
 from __future__ import annotations
@@ -46,8 +49,7 @@ CONTROL_EPISODES = 8
 OWN_SHARE = 0.25
 """Of `episodes`: fewest sequences of its own, since its last bad ones, that confirm an artifact."""
 FLAGRANT = 4.0
-"""Excess mismatch over its limit, or least effective sample size over its own, that needs no second
-judgement."""
+"""Times that a number is beyond its limit so that it needs no second judgement."""
 ARTIFACTS_KEPT = 200
 
 
@@ -60,6 +62,8 @@ class Sums:
     k3: float = 0.0
     ratio: float = 0.0
     ratio_sq: float = 0.0
+    left_out: float = 0.0
+    """Tokens that a mask or the veto leaves out of the loss."""
     rejected: float = 0.0
     """Sequences that were sampled with log-probabilities that are not finite."""
 
@@ -72,6 +76,11 @@ class Sums:
     def mismatch(self) -> float:
         """k3 per token, nats; 0 without tokens."""
         return self.k3 / self.tokens if self.tokens else 0.0
+
+    @property
+    def share_left_out(self) -> float:
+        """Of the tokens; 0 without tokens."""
+        return self.left_out / self.tokens if self.tokens else 0.0
 
     @property
     def ess(self) -> float:
@@ -87,7 +96,8 @@ def sums_of(record: SequenceMismatch) -> Sums | None:
     finite = all(math.isfinite(value) for value in sums)
     if not record.sampled_finite:
         return Sums(1, record.tokens, *sums, rejected=1) if finite else Sums(1, rejected=1)
-    return Sums(1, record.tokens, *sums) if finite and not record.rejected else None
+    counts = finite and not record.rejected
+    return Sums(1, record.tokens, *sums, left_out=record.left_out) if counts else None
 
 
 Ages = dict[int, Sums]
@@ -218,6 +228,7 @@ class Probation:
                 control.add(Sums(tokens=sums.tokens, ratio=sums.tokens, ratio_sq=sums.tokens))
         excess = total.mismatch - control.mismatch
         ess = min(1.0, total.ess / control.ess) if control.ess else 1.0
+        left_out = total.share_left_out - control.share_left_out
         numbers = {
             "episodes": total.episodes,
             "tokens": total.tokens,
@@ -225,6 +236,8 @@ class Probation:
             "control_k3": control.mismatch,
             "ess": total.ess,
             "control_ess": control.ess,
+            "left_out": total.share_left_out,
+            "control_left_out": control.share_left_out,
         }
         over = []
         # Written so that NaN is over.
@@ -238,10 +251,16 @@ class Probation:
                 f"effective sample size {total.ess:.2%} of the tokens, {control.ess:.2%} in full "
                 f"precision, limit {self.cfg.min_ess:.0%}"
             )
+        if not left_out <= self.cfg.max_left_out:
+            over.append(
+                f"{total.share_left_out:.2%} of the tokens left out of the loss, "
+                f"{control.share_left_out:.2%} in full precision, limit {self.cfg.max_left_out:.0%}"
+            )
         if total.rejected:
             over.append(f"{total.rejected:g} sequences sampled with log-probabilities not finite")
         flagrant = not excess <= FLAGRANT * self.cfg.max_mismatch_kl
         flagrant |= not ess >= self.cfg.min_ess / FLAGRANT
+        flagrant |= not left_out <= FLAGRANT * self.cfg.max_left_out
         return "; ".join(over), flagrant, numbers
 
     def state(self) -> dict[str, Any]:

@@ -90,6 +90,7 @@ def record_judgement(judgement: Judgement) -> None:
         ("probation/mismatch_k3", numbers["mismatch_k3"], Reduce.MEAN),
         ("probation/control_k3", numbers["control_k3"], Reduce.MEAN),
         ("probation/ess", numbers["ess"], Reduce.MIN),
+        ("probation/left_out", numbers["left_out"], Reduce.MEAN),
         ("probation/alarms", float(bool(judgement.over)), Reduce.SUM),
     ]
     _record(values)

@@ -21,6 +21,7 @@ def record(
     scheme: str = "int8_static",
     rejected: int = 0,
     sampled_finite: bool = True,
+    left_out: int = 0,
 ) -> SequenceMismatch:
     """A sequence whose tokens have this mean k3 and this effective share (mean ratio 1)."""
     return SequenceMismatch(
@@ -38,6 +39,7 @@ def record(
         group="g",
         rejected=rejected,
         sampled_finite=sampled_finite,
+        left_out=left_out,
     )
 
 
@@ -265,3 +267,42 @@ def test_good_siblings_do_not_hide_an_artifact_that_is_bad_by_itself():
     assert judgement.bad == ("a2",)
     few = [record("a1", k3=0.01)] * 7 + [record("a2", k3=0.3)]
     assert not fed(probation(patience=1), *few)[0].failed
+
+
+def test_data_left_out_fails_a_plan_that_agrees_otherwise():
+    """Every response of 4,000 tokens vetoed for one of them: a k3 of 0.002."""
+    made = probation()
+    vetoed = [record(k3=0.002, tokens=4000, left_out=4000)] * 2 + [record(tokens=4000)] * 6
+    first, second = fed(made, *vetoed, *vetoed)
+    assert first.numbers["left_out"] == pytest.approx(0.25)
+    assert "25.00% of the tokens left out of the loss, 0.00% in full precision" in first.over
+    assert (first.failed, second.failed) == (False, True)
+    assert second.bad == ("a1",)
+    assert not fed(probation(max_left_out=0.26), *vetoed)[0].over
+
+
+def test_more_than_four_times_the_share_left_out_needs_no_second_judgement():
+    assert fed(probation(), *[record(left_out=9)] * 8)[0].failed
+    assert not fed(probation(), *[record(left_out=8)] * 8)[0].failed
+
+
+def test_what_full_precision_leaves_out_at_that_age_is_not_quantizations():
+    made = probation()
+    fed(made, *[record("other", scheme="bf16", left_out=3)] * CONTROL_EPISODES)
+    (judgement,) = fed(made, *[record(left_out=4)] * 8)
+    assert judgement.numbers["control_left_out"] == pytest.approx(0.3)
+    assert not judgement.over
+    (judgement,) = fed(made, *[record(left_out=6)] * 8)
+    assert "60.00% of the tokens left out of the loss, 30.00% in full precision" in judgement.over
+
+
+def test_a_state_from_before_shares_were_counted_is_read():
+    made = probation()
+    fed(made, *[record()] * 3)
+    state = made.state()
+    for ages in state["windows"]["p"]["artifacts"].values():
+        for sums in ages.values():
+            del sums["left_out"]
+    other = probation()
+    other.restore(state)
+    assert other.state() == made.state()

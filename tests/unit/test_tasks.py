@@ -94,6 +94,7 @@ def test_mismatch_records_say_where_each_sequence_came_from():
         for name in ("tokens", "k1_sum", "k3_sum", "ratio_sum", "ratio_sq_sum", "max_abs_gap"):
             assert getattr(record, name) == row[name]
         assert record.rejected == row["rejected"]
+        assert record.left_out == row["masked"] + row["vetoed"]
     with pytest.raises(ValueError, match="2 rows of mismatch for 3 sequences"):
         mismatch_records(inputs, rows[:2], step=5)
 
