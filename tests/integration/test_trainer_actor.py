@@ -32,7 +32,12 @@ async def running_store():
 @pytest.fixture(scope="module")
 def policies(tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("policies")
-    return {kind: save_policy(root / kind, kind) for kind in ("qwen3", "llama")}
+    even = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return {
+        f"{kind}{name}": save_policy(root / f"{kind}{name}", kind, **heads)
+        for kind in ("qwen3", "llama")
+        for name, heads in (("", {}), ("_even", even))
+    }
 
 
 async def deadline(call, seconds: float = 90.0):
@@ -96,11 +101,21 @@ async def test_one_rank_trains_pushes_and_resumes(policies, tmp_path):
         await deadline(reference.shutdown())
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "llama"])
-async def test_two_ranks_train_as_one(policies, kind):
-    """FSDP over gloo: same metrics and weights as one process on the whole batch, though the ranks'
-    shares are unequal and a correction leaves another number of tokens out on each."""
+@pytest.mark.parametrize(
+    ("kind", "version", "tensor_parallel"),
+    [
+        ("qwen3", 10, False),
+        ("llama", 11, False),
+        ("qwen3_even", 12, True),
+        ("llama_even", 13, True),
+    ],
+)
+async def test_two_ranks_train_as_one(policies, kind, version, tensor_parallel):
+    """FSDP or tensor parallelism over gloo: same metrics and weights as one process on the whole
+    batch, though with FSDP the ranks' shares are unequal and a correction leaves another number of
+    tokens out on each."""
     trainer_config = config(policies[kind], local_batch_size=2)
+    trainer_config.parallelism.tensor_parallel_degree = 2 if tensor_parallel else 1
     inputs, targets = batch(size=7)
     inputs |= {"schemes": [*["bf16", "int8_static"] * 3, "bf16"], "policy_versions": [0] * 6 + [-1]}
     loss = GRPOLoss(
@@ -119,18 +134,22 @@ async def test_two_ranks_train_as_one(policies, kind):
         for part in (inputs, targets)
     ]
     trainer = await deadline(
-        TitanTrainer.options(procs=2, mesh_name=f"trainer2_{kind}", env=ENV).as_actor(
+        TitanTrainer.options(procs=2, mesh_name=f"trainer2_{version}", env=ENV).as_actor(
             **trainer_config.to_dict(), loss=loss
         )
     )
     try:
         unequal = [[part[0], {k: v[:1] for k, v in part[1].items()}] for part in halves]
-        with pytest.raises(Exception, match=r"\[2, 1\] micro-batches; expected as many on each"):
+        message = r"\[2, 1\] micro-batches; expected as many on each"
+        if tensor_parallel:
+            message = "got 2 inputs and 2 targets; expected one of each"
+        with pytest.raises(Exception, match=message):
             await deadline(trainer.train_step.call(*unequal))  # not a wait for each other
-        results = await deadline(trainer.train_step.call(*halves))
+        shares = ([inputs], [targets]) if tensor_parallel else halves
+        results = await deadline(trainer.train_step.call(*shares))
         per_rank = [metrics for _, metrics in results.items()]
         rows = [r for _, r in (await deadline(trainer.sequence_mismatch.call())).items()]
-        await deadline(trainer.push_weights.call(10 if kind == "qwen3" else 11))
+        await deadline(trainer.push_weights.call(version))
         await deadline(trainer.cleanup.call())
     finally:
         await deadline(TitanTrainer.shutdown(trainer))
@@ -145,7 +164,7 @@ async def test_two_ranks_train_as_one(policies, kind):
     for found in rows:  # in the order of the inputs, on every rank
         for row, one in zip(found, twin.sequences, strict=True):
             assert row == pytest.approx(one, rel=1e-4, abs=1e-5)
-    got = await deadline(store.get_weights(10 if kind == "qwen3" else 11))
+    got = await deadline(store.get_weights(version))
     expected = twin.full_hf_state()
     assert set(got) == set(expected)
     for name, tensor in expected.items():
