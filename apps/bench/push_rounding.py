@@ -6,9 +6,10 @@ Takes the last checkpoint of a run (fp32 weights, AdamW's moments), makes of it 
 generators could have, lets each answer questions of the run's task, and compares it in fp32 with
 the trainer's weights, over the whole vocabulary and as k3 of the sampled tokens:
 
-nearest, stochastic           the weights in bf16, rounded in either way
+nearest, stochastic            the weights in bf16, rounded in either way
 int8_nearest, int8_stochastic  these with INT8 weights per channel, activations as they are
-one_version_behind            fp32 weights of one optimizer step before: what a lag of one costs
+one_version_behind             fp32 weights less the last step, by AdamW's moments at the full
+                               learning rate and without decay: about what a lag of one costs
 
 unmoved is the share of the weights whose bf16 is still that of the run's starting policy.
 """

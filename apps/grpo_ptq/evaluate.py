@@ -74,12 +74,7 @@ def evaluate(
     tokenizer = AutoTokenizer.from_pretrained(weights)
     model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32).eval()
     asked = ask(cfg, tokenizer, questions, seed)
-    score = Scorer(
-        cfg.reward.task,
-        extract=cfg.reward.extract,
-        format_reward=cfg.reward.format_reward,
-        partial_credit=cfg.reward.partial_credit,
-    )
+    score = Scorer(**cfg.reward)
     torch.manual_seed(seed)
     jobs = [job for job in asked for _ in range(responses)]
     rewards: list[float] = []

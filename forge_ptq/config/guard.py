@@ -30,13 +30,15 @@ class ProbationConfig(Block):
     min_ess: TrueShare = 0.5
     """Smallest effective sample size of the tokens' importance ratios, as a share of the tokens."""
 
-    max_left_out: TrueShare = 0.2
-    """Largest share of the response tokens that masks and the veto of `loss` leave out, beyond that
-    of full-precision episodes. A veto may drop most of the data at a small mismatch: in a response
-    of 4,000 tokens one improbable token is enough."""
+    max_left_out: PositiveShare = 0.2
+    """Largest share that masks and the veto of `loss` leave out of the response tokens that they
+    would keep in full precision. A veto may drop most of the data at a small mismatch: in a
+    response of 4,000 tokens one improbable token is enough. 1 sets no limit. Where a mask leaves
+    out much by design, raise it, or let `ptq.ab` show how much that is in full precision."""
 
     patience: PositiveInt = 2
-    """Judgements in a row over a threshold that count as one failure; four times over it, one."""
+    """Judgements in a row over a threshold that count as one failure; one where it is four times
+    over it (under a quarter of the effective sample size, or of the tokens, that must be left)."""
 
 
 @dataclass(kw_only=True)

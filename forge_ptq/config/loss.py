@@ -50,7 +50,8 @@ class LossConfig(Block):
 
     geometric_low: Positive = 0.9
     """Smallest geometric mean of a sequence that `geometric_mask` keeps. Long responses allow
-    tighter limits: 0.999 for thousands of tokens."""
+    tighter limits: 0.999 for thousands of tokens; what is left
+    out then by design counts for `ptq.guard.probation.max_left_out`."""
 
     geometric_high: Positive = 1.1
     """Largest geometric mean of a sequence that `geometric_mask` keeps."""

@@ -201,7 +201,8 @@ class TrainerConfig(Block):
     """How fp32 weights become the bf16 that is pushed and exported. `nearest` gives updates smaller
     than the spacing of bf16 back as if nothing was learnt; `stochastic` keeps them on average, by
     one fixed draw per weight. `auto`: nearest where `training.mixed_precision_param` is bfloat16,
-    whose forward pass then has these very weights, else stochastic."""
+    whose forward pass then has these very weights, else stochastic. No effect where
+    `training.dtype` is bfloat16."""
 
 
 @dataclass(kw_only=True)

@@ -5,7 +5,8 @@ about the learning rate: at 1e-5 much less than the spacing of bf16 around most 
 nearest gives those back as they were, so what was learnt is not served. Stochastic rounding
 (Gupta et al., "Deep Learning with Limited Numerical Precision", ICML 2015) rounds up in magnitude
 with a probability of the distance to the value below in units of the spacing, and so keeps the
-mean: the sums that a matrix product forms see the update, with noise of at most half a spacing.
+mean: the sums that a matrix product forms see the update, under noise with a standard deviation of
+at most half a spacing.
 
 Here the draw of a weight is **fixed**: a hash of the tensor's name and the weight's position. So
 
@@ -17,14 +18,14 @@ Here the draw of a weight is **fixed**: a hash of the tensor's name and the weig
 
 from __future__ import annotations
 
+import hashlib
 import math
-import zlib
 from collections.abc import Sequence
 
 import torch
 
 CHUNK = 1 << 22
-"""Elements rounded at a time, which bounds the memory in use beside the result."""
+"""Elements rounded at a time, in whole rows: bounds the memory in use beside the result."""
 
 _LOW = 0xFFFF
 """The bits of an fp32 number that bf16 does not have."""
@@ -35,38 +36,34 @@ def stochastic_bf16(
     name: str,
     *,
     whole: Sequence[int] | None = None,
-    offset: Sequence[int] | None = None,
+    positions: Sequence[torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """bf16 of a fp32 tensor, rounded up or down by a fixed draw per element.
 
-    name: whose draws. whole, offset: shape of the tensor that this one is a part of and the part's
-    first position in it; the parts come out as the whole does. What is not finite stays as it is;
-    what is over the largest bf16 may become infinite, as in rounding to nearest.
+    name: whose draws. whole, positions: shape of the tensor that this one is a part of, and for
+    each dimension the part's indices in it (int32 [size], on the tensor's device); the part comes
+    out as it does in the whole. What is not finite stays as it is; what is over the largest
+    bf16 may become infinite, as in rounding to nearest.
 
-    Raises TypeError for another dtype, ValueError for a part that lies outside the whole.
+    Raises TypeError for another dtype, ValueError for positions that do not match.
     """
     if tensor.dtype != torch.float32:
         raise TypeError(f"{name}: {tensor.dtype}; expected torch.float32")
     shape = tuple(tensor.shape)
     whole = shape if whole is None else tuple(whole)
-    offset = (0,) * len(shape) if offset is None else tuple(offset)
-    fits = len(whole) == len(offset) == len(shape) and all(
-        first >= 0 and first + size <= total
-        for first, size, total in zip(offset, shape, whole, strict=True)
-    )
-    if not fits:
-        raise ValueError(f"{name}: {shape} at {offset} is no part of {whole}")
+    if positions is None:
+        positions = [torch.arange(size, dtype=torch.int32, device=tensor.device) for size in shape]
+    given = tuple(len(along) for along in positions)
+    if given != shape or len(whole) != len(shape):
+        raise ValueError(f"{name}: positions for {given} of {whole}; expected {shape} of them")
     result = torch.empty(shape, dtype=torch.bfloat16, device=tensor.device)
-    if not tensor.numel():
-        return result
     if not shape:
-        return _round(tensor, _draws(name, (1,), (1,), (0,), tensor.device).reshape(()))
+        return _round(tensor, _draws(name, (), (), tensor.device))
     rows = max(1, CHUNK // max(1, math.prod(shape[1:])))
     for first in range(0, shape[0], rows):
-        part = tensor[first : first + rows]
-        start = (offset[0] + first, *offset[1:])
-        draws = _draws(name, tuple(part.shape), whole, start, tensor.device)
-        result[first : first + rows] = _round(part, draws)
+        some = slice(first, first + rows)
+        draws = _draws(name, [positions[0][some], *positions[1:]], whole, tensor.device)
+        result[some] = _round(tensor[some], draws)
     return result
 
 
@@ -79,25 +76,27 @@ def _round(tensor: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
 
 
 def _draws(
-    name: str,
-    shape: tuple[int, ...],
-    whole: tuple[int, ...],
-    offset: tuple[int, ...],
-    device: torch.device,
+    name: str, positions: Sequence[torch.Tensor], whole: Sequence[int], device: torch.device
 ) -> torch.Tensor:
-    """int32 in [0, 2^16) per element: positions in the whole tensor, hashed."""
-    place = torch.full((1,) * len(shape), _signed(zlib.crc32(name.encode())), dtype=torch.int32)
-    place = place.to(device)
-    for axis, (size, total, first) in enumerate(zip(shape, whole, offset, strict=True)):
-        along = torch.arange(first, first + size, dtype=torch.int32, device=device)
-        at = [1] * len(shape)
-        at[axis] = size
+    """int32 in [0, 2^16) per element: name and position in the whole tensor, hashed."""
+    place = torch.zeros((1,) * len(positions), dtype=torch.int32, device=device)
+    for axis, (along, total) in enumerate(zip(positions, whole, strict=True)):
+        at = [1] * len(positions)
+        at[axis] = len(along)
         place = place * total + along.view(at)
-    # Multiply, xor-shift, multiply: the high bits then depend on all of the position. Products wrap
-    # around at 2^32. The factors are MurmurHash3's.
-    h = place.expand(shape) * _signed(0x85EBCA6B)
-    h.bitwise_xor_(h >> 15).mul_(_signed(0xC2B2AE35))
-    return h.bitwise_right_shift_(16).bitwise_and_(_LOW)
+    # An odd factor and an addend of its own per name: two tensors' positions meet here and there
+    # among 2^32 numbers, never in rows. Then MurmurHash3's finalizer. Products wrap around.
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    factor, addend = (int.from_bytes(part, "little") for part in (digest[:4], digest[4:]))
+    h = (place * _signed(factor | 1)).add_(_signed(addend))
+    h.bitwise_xor_(_shifted(h, 16)).mul_(_signed(0x85EBCA6B))
+    h.bitwise_xor_(_shifted(h, 13)).mul_(_signed(0xC2B2AE35))
+    return h.bitwise_xor_(_shifted(h, 16)).bitwise_and_(_LOW)
+
+
+def _shifted(h: torch.Tensor, by: int) -> torch.Tensor:
+    """The 32 bits moved right, zeros coming in: >> repeats the sign."""
+    return (h >> by).bitwise_and_((1 << (32 - by)) - 1)
 
 
 def _signed(value: int) -> int:

@@ -18,8 +18,8 @@ A judgement is bad if
     mismatch    sum(k3) / tokens, less what full precision shows at the same ages,
                 is over max_mismatch_kl
     ess         sum(r)^2 / (tokens * sum(r^2)), over the same of full precision, is under min_ess
-    left out    the share of the tokens that the loss's correction leaves out, less that of full
-                precision, is over max_left_out: training starves though the rest agrees
+    left out    masks and the veto of the loss leave out more than max_left_out of the tokens that
+                they keep in full precision: training starves, however small the mismatch
     rejected    a sequence was sampled with log-probabilities that are not finite
 
 Where only the trainer's are not finite, the sequence says nothing of what sampled it: it does not
@@ -28,16 +28,19 @@ count at all.
 Sequences sampled in bf16 (a fallback, the other arm of an A/B test) are the control: they trail the
 trainer by as many steps, so what they show is not quantization. Differences of independent causes
 add in log space: KL is subtracted, and second moments of the ratios multiply, so ESS is divided.
-Shares left out are subtracted. An age without ``CONTROL_EPISODES`` sequences of control counts as
-if full precision agreed perfectly.
+Shares kept multiply too. An age without ``CONTROL_EPISODES`` sequences of control counts as if full
+precision agreed perfectly. A veto drops whole sequences, which makes the share left out coarse:
+only all artifacts together say whether it is over its limit, and then each by itself whether it is
+one of those.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from forge_ptq.services.probation_sums import Ages, Sums, ages_of, plain, sums_of
 
 if TYPE_CHECKING:
     from forge_ptq.mismatch import SequenceMismatch
@@ -51,56 +54,6 @@ OWN_SHARE = 0.25
 FLAGRANT = 4.0
 """Times that a number is beyond its limit so that it needs no second judgement."""
 ARTIFACTS_KEPT = 200
-
-
-@dataclass
-class Sums:
-    """Of sequences: how many, and the sums over their tokens."""
-
-    episodes: float = 0.0
-    tokens: float = 0.0
-    k3: float = 0.0
-    ratio: float = 0.0
-    ratio_sq: float = 0.0
-    left_out: float = 0.0
-    """Tokens that a mask or the veto leaves out of the loss."""
-    rejected: float = 0.0
-    """Sequences that were sampled with log-probabilities that are not finite."""
-
-    def add(self, other: Sums, weight: float = 1.0) -> None:
-        """Add other's, times weight."""
-        for name, value in asdict(other).items():
-            setattr(self, name, getattr(self, name) + weight * value)
-
-    @property
-    def mismatch(self) -> float:
-        """k3 per token, nats; 0 without tokens."""
-        return self.k3 / self.tokens if self.tokens else 0.0
-
-    @property
-    def share_left_out(self) -> float:
-        """Of the tokens; 0 without tokens."""
-        return self.left_out / self.tokens if self.tokens else 0.0
-
-    @property
-    def ess(self) -> float:
-        """Effective sample size as a share of the tokens; 1 without tokens."""
-        if not self.tokens:
-            return 1.0
-        return self.ratio**2 / (self.tokens * self.ratio_sq) if self.ratio_sq else 0.0
-
-
-def sums_of(record: SequenceMismatch) -> Sums | None:
-    """One sequence's; None where the trainer alone has no finite log-probabilities of it."""
-    sums = (record.k3_sum, record.ratio_sum, record.ratio_sq_sum)
-    finite = all(math.isfinite(value) for value in sums)
-    if not record.sampled_finite:
-        return Sums(1, record.tokens, *sums, rejected=1) if finite else Sums(1, rejected=1)
-    counts = finite and not record.rejected
-    return Sums(1, record.tokens, *sums, left_out=record.left_out) if counts else None
-
-
-Ages = dict[int, Sums]
 
 
 @dataclass(frozen=True)
@@ -182,33 +135,35 @@ class Probation:
     def _judge(self, plan: str) -> Judgement:
         window = self._windows[plan]
         every: Ages = {}
+        for ages in window.artifacts.values():
+            for age, sums in ages.items():
+                every.setdefault(age, Sums()).add(sums)
+        pooled = self._evidence(every)
+        over, flagrant = self._over(pooled, True)
+        starved = self._starved(pooled)
         good: list[str] = []
         bad: list[str] = []
         by_itself: list[str] = []
-        flagrant = False
         for artifact_id, ages in window.artifacts.items():
-            episodes = sum(sums.episodes for sums in ages.values())
-            own_over, own_flagrant, _ = self._over(ages)
+            own = self._evidence(ages)
+            own_over, own_flagrant = self._over(own, starved)
             if own_over:
                 bad.append(artifact_id)
                 self._own.pop(artifact_id, None)
-                if episodes >= OWN_SHARE * self.cfg.episodes:
+                if own["episodes"] >= OWN_SHARE * self.cfg.episodes:
                     by_itself.append(f"{artifact_id} by itself: {own_over}")
                     flagrant |= own_flagrant
-            elif self._enough(artifact_id, episodes):
+            elif self._enough(artifact_id, own["episodes"]):
                 good.append(artifact_id)
-            for age, sums in ages.items():
-                every.setdefault(age, Sums()).add(sums)
-        over, pooled_flagrant, numbers = self._over(every)
         over = over or "; ".join(by_itself)
         strikes = window.strikes + 1 if over else 0
-        if flagrant or pooled_flagrant:
+        if flagrant:
             strikes = max(strikes, self.cfg.patience)
         accused = list(dict.fromkeys([*window.accused, *bad])) if over else []
         failed = self.cfg.enabled and strikes >= self.cfg.patience
         self._windows[plan] = _Window(strikes=0 if failed else strikes, accused=accused)
         return Judgement(
-            plan, over, failed, numbers | {"strikes": strikes}, tuple(good), tuple(accused)
+            plan, over, failed, pooled | {"strikes": strikes}, tuple(good), tuple(accused)
         )
 
     def _enough(self, artifact_id: str, more: float) -> bool:
@@ -216,8 +171,8 @@ class Probation:
         self._own[artifact_id] = self._own.get(artifact_id, 0) + more
         return self._own[artifact_id] >= OWN_SHARE * self.cfg.episodes
 
-    def _over(self, ages: Ages) -> tuple[str, bool, dict[str, float]]:
-        """(what is over its threshold, whether flagrantly, the numbers)."""
+    def _evidence(self, ages: Ages) -> dict[str, float]:
+        """What these sequences say, and what full precision does at their ages."""
         total, control = Sums(), Sums()
         for age, sums in ages.items():
             total.add(sums)
@@ -226,10 +181,7 @@ class Probation:
                 control.add(known, sums.tokens / known.tokens)
             else:
                 control.add(Sums(tokens=sums.tokens, ratio=sums.tokens, ratio_sq=sums.tokens))
-        excess = total.mismatch - control.mismatch
-        ess = min(1.0, total.ess / control.ess) if control.ess else 1.0
-        left_out = total.share_left_out - control.share_left_out
-        numbers = {
+        return {
             "episodes": total.episodes,
             "tokens": total.tokens,
             "mismatch_k3": total.mismatch,
@@ -238,41 +190,56 @@ class Probation:
             "control_ess": control.ess,
             "left_out": total.share_left_out,
             "control_left_out": control.share_left_out,
+            "rejected": total.rejected,
         }
+
+    def _starved(self, found: Mapping[str, float]) -> bool:
+        """Whether the share of the tokens left out is over its limit."""
+        return not _kept(found) >= 1 - self.cfg.max_left_out
+
+    def _over(self, found: Mapping[str, float], shares: bool) -> tuple[str, bool]:
+        """(what is over its threshold, whether flagrantly). shares: of the tokens left out too."""
+        cfg = self.cfg
+        excess = found["mismatch_k3"] - found["control_k3"]
+        ess = min(1.0, found["ess"] / found["control_ess"]) if found["control_ess"] else 1.0
         over = []
         # Written so that NaN is over.
-        if not excess <= self.cfg.max_mismatch_kl:
+        if not excess <= cfg.max_mismatch_kl:
             over.append(
-                f"mismatch {total.mismatch:.4g} nats per token, {control.mismatch:.4g} of it in "
-                f"full precision too, limit {self.cfg.max_mismatch_kl:g}"
+                f"mismatch {found['mismatch_k3']:.4g} nats per token, {found['control_k3']:.4g} of "
+                f"it in full precision too, limit {cfg.max_mismatch_kl:g}"
             )
-        if not ess >= self.cfg.min_ess:
+        if not ess >= cfg.min_ess:
             over.append(
-                f"effective sample size {total.ess:.2%} of the tokens, {control.ess:.2%} in full "
-                f"precision, limit {self.cfg.min_ess:.0%}"
+                f"effective sample size {found['ess']:.2%} of the tokens, "
+                f"{found['control_ess']:.2%} in full precision, limit {cfg.min_ess:.0%}"
             )
-        if not left_out <= self.cfg.max_left_out:
+        starved = shares and self._starved(found)
+        if starved:
             over.append(
-                f"{total.share_left_out:.2%} of the tokens left out of the loss, "
-                f"{control.share_left_out:.2%} in full precision, limit {self.cfg.max_left_out:.0%}"
+                f"{found['left_out']:.2%} of the tokens left out of the loss, "
+                f"{found['control_left_out']:.2%} in full precision, limit {cfg.max_left_out:.0%} "
+                "of what that keeps"
             )
-        if total.rejected:
-            over.append(f"{total.rejected:g} sequences sampled with log-probabilities not finite")
-        flagrant = not excess <= FLAGRANT * self.cfg.max_mismatch_kl
-        flagrant |= not ess >= self.cfg.min_ess / FLAGRANT
-        flagrant |= not left_out <= FLAGRANT * self.cfg.max_left_out
-        return "; ".join(over), flagrant, numbers
+        if found["rejected"]:
+            over.append(
+                f"{found['rejected']:g} sequences sampled with log-probabilities not finite"
+            )
+        flagrant = not excess <= FLAGRANT * cfg.max_mismatch_kl
+        flagrant |= not ess >= cfg.min_ess / FLAGRANT
+        flagrant |= starved and not _kept(found) >= (1 - cfg.max_left_out) / FLAGRANT
+        return "; ".join(over), flagrant
 
     def state(self) -> dict[str, Any]:
         """All of it as JSON."""
         return {
             "schema": SCHEMA,
             "plans": dict(self.plans),
-            "control": _plain(self._control),
+            "control": plain(self._control),
             "own": dict(self._own),
             "windows": {
                 plan: {
-                    "artifacts": {name: _plain(ages) for name, ages in window.artifacts.items()},
+                    "artifacts": {name: plain(ages) for name, ages in window.artifacts.items()},
                     "strikes": window.strikes,
                     "episodes": window.episodes,
                     "accused": list(window.accused),
@@ -287,11 +254,11 @@ class Probation:
             if state["schema"] != SCHEMA:
                 raise ValueError(f"probation: schema {state['schema']!r}, expected {SCHEMA}")
             self.plans = {str(name): str(plan) for name, plan in state["plans"].items()}
-            self._control = _ages(state["control"])
+            self._control = ages_of(state["control"])
             self._own = {str(name): float(count) for name, count in state["own"].items()}
             self._windows = {
                 plan: _Window(
-                    artifacts={name: _ages(ages) for name, ages in window["artifacts"].items()},
+                    artifacts={name: ages_of(ages) for name, ages in window["artifacts"].items()},
                     strikes=int(window["strikes"]),
                     episodes=int(window["episodes"]),
                     accused=[str(name) for name in window["accused"]],
@@ -302,9 +269,7 @@ class Probation:
             raise ValueError(f"probation: not a stored state: {error!r}") from error
 
 
-def _plain(ages: Ages) -> dict[str, dict[str, float]]:
-    return {str(age): asdict(sums) for age, sums in ages.items()}
-
-
-def _ages(record: Mapping[str, Any]) -> Ages:
-    return {int(age): Sums(**sums) for age, sums in record.items()}
+def _kept(found: Mapping[str, float]) -> float:
+    """Share of the tokens that the loss keeps, of those that it keeps in full precision."""
+    control = 1 - found["control_left_out"]
+    return min(1.0, (1 - found["left_out"]) / control) if control > 0 else 1.0

@@ -8,8 +8,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from forge_ptq.numerics import rounding
 
@@ -80,16 +80,33 @@ def gather_rows(rows: Tensor, sizes: list[int], index: int) -> Tensor:
 
 def stochastic_bf16(tensor: Tensor, name: str) -> Tensor:
     """`rounding.stochastic_bf16` of a tensor or of each rank's shard of it: the same bits, however
-    it is sharded. Raises TypeError unless it is fp32."""
+    it is sharded. Raises TypeError unless it is fp32, and for partial sums."""
     if not isinstance(tensor, DTensor):
         return rounding.stochastic_bf16(tensor, name)
     mesh, placements, whole = tensor.device_mesh, tensor.placements, tensor.shape
-    _, offset = compute_local_shape_and_global_offset(whole, mesh, placements)
+    if any(placement.is_partial() for placement in placements):
+        raise TypeError(f"{name}: {placements}; expected no partial sums")
     local = tensor.to_local()
-    rounded = rounding.stochastic_bf16(local, name, whole=whole, offset=offset)
+    positions = [_positions(tensor, axis).to(local.device) for axis in range(tensor.ndim)]
+    rounded = rounding.stochastic_bf16(local, name, whole=whole, positions=positions)
+    stride = torch.empty(whole, device="meta").stride()
     return DTensor.from_local(
-        rounded, mesh, placements, run_check=False, shape=whole, stride=tensor.stride()
+        rounded, mesh, placements, run_check=False, shape=whole, stride=stride
     )
+
+
+def _positions(tensor: DTensor, axis: int) -> Tensor:
+    """int32 indices along one dimension that this rank holds: an index sharded as that is."""
+    placements: list[Replicate | Shard | _StridedShard] = []
+    for placement in tensor.placements:
+        if isinstance(placement, _StridedShard) and placement.dim == axis:
+            placements.append(_StridedShard(0, split_factor=placement.split_factor))
+        else:
+            placements.append(Shard(0) if placement.is_shard(axis) else Replicate())
+    every = torch.arange(
+        tensor.shape[axis], dtype=torch.int32, device=tensor.device_mesh.device_type
+    )
+    return distribute_tensor(every, tensor.device_mesh, placements, src_data_rank=None).to_local()
 
 
 def _reduce(values: dict[str, float], op: dist.ReduceOp.RedOpType) -> dict[str, float]:

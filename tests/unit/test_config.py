@@ -146,7 +146,8 @@ def test_ill_typed_values_name_path_value_and_expected_type() -> None:
         "ptq.merge.sigma_clip=-1", "ptq.smoothing.alpha=1.5", "ptq.drift.max_absmax_ratio=0.5",
         "ptq.sampler.probe_fraction=1", "ptq.deadlines.stage_s=0", "ptq.deadlines.stage_s=.inf",
         "loss.beta=-1", "trainer.optimizer.beta1=1.5", "services.policy.num_replicas=0",
-        "trainer.training.steps=0",
+        "trainer.training.steps=0", "ptq.guard.probation.max_left_out=0",
+        "ptq.guard.probation.max_left_out=1.1", "trainer.push_rounding=up",
     ],
 )  # fmt: skip
 def test_values_out_of_range_are_refused(override: str) -> None:
@@ -176,6 +177,10 @@ def test_values_out_of_range_are_refused(override: str) -> None:
         (["policy.sampling_params.bad_words=[a]"], "policy.sampling_params.bad_words"),
         (["loss.rollout_correction=[tis,icepop]"], "loss.rollout_correction"),
         (["loss.icepop_low=6"], "loss.icepop_low"),
+        (
+            ["trainer.push_rounding=stochastic", "trainer.training.dtype=bfloat16"],
+            "trainer.push_rounding",
+        ),
         (["loss.clip_low=0.2"], "loss.rollout_correction"),
         (
             ["loss.clip_low=0.2", "loss.rollout_correction=none", "loss.clip_against=proximal"],

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from apps.bench.push_rounding import apart
+from apps.bench.push_rounding import apart, int8
 
 
 def test_divergences_of_two_coins():
@@ -18,3 +18,13 @@ def test_divergences_of_two_coins():
     assert found["kl"] == pytest.approx(kl)
     assert found["k3"] == pytest.approx(sum(k3) / 4)
     assert apart([gen], [gen], [[0, 1, 0, 1]]) == {"kl": 0.0, "k3": 0.0}
+
+
+def test_int8_moves_each_weight_by_half_a_step_at_most_and_no_other_tensor():
+    state = {"a.weight": torch.randn(5, 40), "norm.weight": torch.randn(7)}
+    got = int8(state, ["a"])
+    step_N1 = state["a.weight"].abs().amax(1, keepdim=True) / 127
+    error_NK = (got["a.weight"] - state["a.weight"]).abs()
+    assert bool((error_NK <= 0.51 * step_N1).all())
+    assert float(error_NK.max()) > 0
+    assert got["norm.weight"] is state["norm.weight"]

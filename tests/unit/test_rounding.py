@@ -1,6 +1,5 @@
 """Stochastic rounding to bf16 with fixed draws: against torchao's, and closed forms."""
 
-import itertools
 import math
 
 import pytest
@@ -13,6 +12,13 @@ from forge_ptq.numerics.rounding import stochastic_bf16
 
 def sample(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
     return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def draws(name: str, shape: tuple[int, ...], whole: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Of the first positions of a tensor of the shape `whole`, from -1/2 to 1/2 in fp64."""
+    positions = [torch.arange(size, dtype=torch.int32) for size in shape]
+    found = rounding._draws(name, positions, whole or shape, torch.device("cpu"))
+    return found.double() / 65536 - 0.5
 
 
 def neighbours(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,8 +41,8 @@ def test_every_value_becomes_a_neighbour(shape, scale):
 def test_agrees_with_torchao_given_its_draws(monkeypatch):
     """torchao rounds up where its draw is less than the fraction, here where the sum carries."""
     x = sample(130, 70)
-    draws = rounding._draws("w", (130, 70), (130, 70), (0, 0), x.device)
-    monkeypatch.setattr(quant_utils.torch, "randint", lambda *a, **k: 0xFFFF - draws)
+    drawn = ((draws("w", (130, 70)) + 0.5) * 65536).int()
+    monkeypatch.setattr(quant_utils.torch, "randint", lambda *a, **k: 0xFFFF - drawn)
     assert torch.equal(stochastic_bf16(x, "w"), quant_utils._fp32_to_bf16_sr(x))
 
 
@@ -78,18 +84,17 @@ def test_a_growing_weight_is_rounded_up_once():
     assert torch.equal(versions[-1], start + 2.0**-7)
 
 
-@pytest.mark.parametrize("cuts", [(0, 13, 13, 40), (0, 1, 39, 40)])
 @pytest.mark.parametrize("axis", [0, 1])
-def test_parts_come_out_as_the_whole(cuts, axis):
+@pytest.mark.parametrize(
+    "part", [slice(0, 13), slice(13, 40), slice(5, 5), slice(3, 40, 4)], ids=str
+)
+def test_parts_come_out_as_the_whole(part, axis):
     x = sample(40, 40)
-    whole = stochastic_bf16(x, "w")
-    for first, last in itertools.pairwise(cuts):
-        rows = [slice(None)] * 2
-        rows[axis] = slice(first, last)
-        offset = [0, 0]
-        offset[axis] = first
-        part = stochastic_bf16(x[tuple(rows)], "w", whole=(40, 40), offset=offset)
-        assert torch.equal(part, whole[tuple(rows)])
+    where = [slice(None)] * 2
+    where[axis] = part
+    positions = [torch.arange(40, dtype=torch.int32)[along] for along in where]
+    got = stochastic_bf16(x[tuple(where)], "w", whole=(40, 40), positions=positions)
+    assert torch.equal(got, stochastic_bf16(x, "w")[tuple(where)])
 
 
 def test_chunks_come_out_as_the_whole(monkeypatch):
@@ -99,20 +104,47 @@ def test_chunks_come_out_as_the_whole(monkeypatch):
     assert torch.equal(stochastic_bf16(x, "w"), whole)
 
 
-def test_draws_of_names_rows_and_columns_are_unrelated():
-    draws = [
-        rounding._draws(n, (256, 256), (256, 256), (0, 0), torch.device("cpu")) for n in ("a", "b")
-    ]
-    a, b = (d.double() / 65536 - 0.5 for d in draws)
-    limit = 5 / 12 / math.sqrt(a.numel())  # variance 1/12 per value
-    pairs = [(a, b), (a[1:], a[:-1]), (a[:, 1:], a[:, :-1]), (a, a.T.contiguous())]
-    for one, other in pairs[:3]:
-        assert abs(float((one * other).mean())) < limit
-    off = ~torch.eye(256, dtype=torch.bool)
-    assert abs(float((pairs[3][0] * pairs[3][1])[off].mean())) < 1.5 * limit
-    counts = torch.histc(a, 64, -0.5, 0.5)
+@pytest.mark.parametrize("shape", [(1024, 1024), (1000, 1536), (1, 1 << 20), (65536, 16)], ids=str)
+def test_draws_are_uniform_and_unrelated_at_any_distance(shape):
+    """Chi squared over 64 bins, and the correlation with itself moved by any number of positions;
+    over a million of them chance alone comes to five standard deviations."""
+    x = draws("layers.0.mlp.up_proj.weight", shape).flatten()
+    counts = torch.histc(x, 64, -0.5, 0.5)
     chi2 = float(((counts - counts.mean()) ** 2 / counts.mean()).sum())
     assert chi2 < 63 + 5 * math.sqrt(2 * 63)
+    spectrum = torch.fft.rfft(x, n=2 * len(x)).abs().square()
+    products = torch.fft.irfft(spectrum)[1 : len(x) // 2]
+    pairs = len(x) - torch.arange(1, len(x) // 2).double()
+    assert float((products * 12 / pairs.sqrt()).abs().max()) < 6.5
+
+
+@pytest.mark.parametrize("distance", [1, 48, 4096, 12288, 393216])
+def test_near_draws_are_as_frequent_as_far_ones_at_a_distance(distance):
+    x = draws("w", (1 << 21,))
+    apart = (x[distance:] - x[:-distance]).remainder(1)
+    near = float(((apart < 1 / 64) | (apart > 63 / 64)).double().mean())
+    assert near == pytest.approx(1 / 32, rel=0.02)
+
+
+def test_draws_of_two_names_are_unrelated():
+    """Large powers of two: the name must not be multiplied away. Nor may one tensor have the draws
+    of another at other positions."""
+    names = [f"model.layers.{i}.{part}.weight" for i in range(12) for part in ("q", "o")]
+    whole = (4096, 4096)
+    rows = torch.stack([draws(name, (64, 4096), whole).flatten() for name in names])
+    correlation = 12 * rows @ rows.T / rows.shape[1] - torch.eye(len(names))
+    assert float(correlation.abs().max()) < 5.5 / math.sqrt(rows.shape[1])
+    spectra = torch.fft.rfft(rows, n=2 * rows.shape[1])
+    for one in range(len(names) - 1):
+        crossed = torch.fft.irfft(spectra[one].conj() * spectra[one + 1 :])
+        assert float(crossed.abs().max()) * 12 / math.sqrt(rows.shape[1]) < 7
+
+
+def test_no_draw_comes_twice_in_a_row_read_backwards():
+    """A fold that is not one to one gives two positions the same draw."""
+    x = draws("w", (1 << 20,))
+    spectrum = torch.fft.rfft(x, n=2 * len(x)).square()
+    assert float(torch.fft.irfft(spectrum).abs().max()) * 12 / math.sqrt(len(x)) < 7
 
 
 def test_what_is_not_finite_stays_so():
@@ -135,7 +167,7 @@ def test_empty(shape):
     assert stochastic_bf16(torch.empty(shape), "w").shape == shape
 
 
-def test_memory_is_not_shared_and_layout_does_not_matter():
+def test_layout_does_not_matter_and_the_tensor_is_not_changed():
     x = sample(30, 20)
     before = x.clone()
     assert torch.equal(stochastic_bf16(x.T.contiguous().T, "w"), stochastic_bf16(x, "w"))
@@ -149,8 +181,9 @@ def test_another_dtype_is_refused(dtype):
 
 
 @pytest.mark.parametrize(
-    ("whole", "offset"), [((4, 4), (3, 0)), ((4, 4), (-1, 0)), ((4,), (0, 0)), ((4, 4), (0,))]
+    ("whole", "sizes"), [((4, 4), (3, 4)), ((4, 4), (2, 5)), ((4,), (2, 4)), ((4, 4), (2,))]
 )
-def test_a_part_outside_the_whole_is_refused(whole, offset):
-    with pytest.raises(ValueError, match="is no part of"):
-        stochastic_bf16(torch.ones(2, 4), "w", whole=whole, offset=offset)
+def test_positions_that_do_not_match_are_refused(whole, sizes):
+    positions = [torch.arange(size, dtype=torch.int32) for size in sizes]
+    with pytest.raises(ValueError, match=r"w: positions for .* expected \(2, 4\) of them"):
+        stochastic_bf16(torch.ones(2, 4), "w", whole=whole, positions=positions)
