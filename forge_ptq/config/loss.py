@@ -50,8 +50,8 @@ class LossConfig(Block):
 
     geometric_low: Positive = 0.9
     """Smallest geometric mean of a sequence that `geometric_mask` keeps. Long responses allow
-    tighter limits: 0.999 for thousands of tokens; what is left
-    out then by design counts for `ptq.guard.probation.max_left_out`."""
+    tighter limits: 0.999 for thousands of tokens; what is left out then by design counts for
+    `ptq.guard.probation.max_left_out`."""
 
     geometric_high: Positive = 1.1
     """Largest geometric mean of a sequence that `geometric_mask` keeps."""
@@ -93,8 +93,8 @@ class AdvantagesConfig(Block):
 
 @dataclass(kw_only=True)
 class AlarmsConfig(Block):
-    """When training says aloud that generator and trainer are apart. These speak of
-    one step; what the guard acts on are ptq.guard.probation's limits, over many episodes."""
+    """When training says aloud that generator and trainer are apart. These speak of one step; what
+    the guard acts on are the limits of ptq.guard.probation, over many episodes."""
 
     max_masked_fraction: Share = 0.2
     """Largest share of the response tokens that a mask leaves out."""
