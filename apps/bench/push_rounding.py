@@ -28,7 +28,7 @@ from torch import nn
 from apps.bench.options import write
 from apps.grpo_ptq.evaluate import ask, weights_of
 from apps.grpo_ptq.sampling import respond
-from forge_ptq.config import RunConfig, load_config
+from forge_ptq.config import ConfigError, RunConfig, load_config
 from forge_ptq.models.checkpoint import iter_tensors
 from forge_ptq.numerics.divergence import kl_from_logprobs
 from forge_ptq.numerics.rounding import stochastic_bf16
@@ -100,7 +100,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Parse options, measure, write."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     options.add_argument("run", type=Path, help="folder of a run that has completed")
-    options.add_argument("--out", type=Path, default=Path("docs/results/push_rounding.json"))
+    out = Path("docs/results/push_rounding.json")
+    options.add_argument("--out", type=Path, default=out, help=f"JSON of the result; {out}")
     options.add_argument("--prompts", type=int, default=96)
     options.add_argument("--seed", type=int, default=5)
     options.add_argument("--threads", type=int, default=1)
@@ -109,8 +110,11 @@ def main(arguments: list[str] | None = None) -> None:
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    cfg = load_config(parsed.run / "config.yaml")
-    hf = weights_of(cfg, parsed.run)
+    try:
+        cfg = load_config(parsed.run / "config.yaml")
+        hf = weights_of(cfg, parsed.run)
+    except (ConfigError, OSError) as error:
+        options.error(str(error))
     step = max(checkpoints.complete_steps(hf.parent))
     exact, changes = weights(cfg, hf.parent, hf, step)
     tokenizer = AutoTokenizer.from_pretrained(hf)

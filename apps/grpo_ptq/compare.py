@@ -247,6 +247,7 @@ def report(comparison: Comparison, arms: list[str], seeds: list[int]) -> dict[st
         "agreement": cfg.agreement,
     }
     folder = comparison.output_dir
+    folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "compare.json", result)
     text = markdown(result)
     (folder / "compare.md").write_text(text, encoding="utf-8")
@@ -255,7 +256,7 @@ def report(comparison: Comparison, arms: list[str], seeds: list[int]) -> dict[st
     return result
 
 
-def _integers(text: str) -> list[int]:
+def integers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
@@ -266,7 +267,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--config", required=True)
     parser.add_argument("--arms", type=lambda text: text.split(","), metavar="NAME,...")
-    parser.add_argument("--seeds", type=_integers, metavar="N,...")
+    parser.add_argument("--seeds", type=integers, metavar="N,...")
     parser.add_argument("--output-dir", type=Path)
     parser.add_argument("--report-only", action="store_true", help="run nothing")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value")

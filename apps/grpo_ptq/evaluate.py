@@ -3,10 +3,10 @@
     python -m apps.grpo_ptq.evaluate outputs/RUN [--questions 1024] [--responses 2] [--seed 1000]
 
 The reward that a run reports is its generator's: quantized, and up to off_by_n versions behind.
-This takes the trained weights (`checkpoint/hf`, written after the last step) in fp32 and lets
-transformers answer questions of the run's task, drawn with a seed of their own, at the temperature
-of the run. Writes evaluation.json into the run's folder: the mean reward and its standard error,
-clustered by question.
+This takes the exported weights (`checkpoint/hf`, written in bf16 after the last step), computes in
+fp32 and lets transformers answer questions of the run's task, drawn with a seed of their own, at
+the temperature of the run. Writes evaluation.json into the run's folder: the mean reward and its
+standard error, clustered by question.
 """
 
 from __future__ import annotations

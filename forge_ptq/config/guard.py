@@ -34,7 +34,8 @@ class ProbationConfig(Block):
     """Largest share that masks and the veto of `loss` leave out of the response tokens that they
     would keep in full precision. A veto may drop most of the data at a small mismatch: in a
     response of 4,000 tokens one improbable token is enough. 1 sets no limit. Where a mask leaves
-    out much by design, raise it, or let `ptq.ab` show how much that is in full precision."""
+    out much by design, raise it, or let `ptq.ab` show how much that is in full precision. It takes
+    `episodes` of some dozens of prompts: responses to one prompt are dropped together."""
 
     patience: PositiveInt = 2
     """Judgements in a row over a threshold that count as one failure; one where it is four times

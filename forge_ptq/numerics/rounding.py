@@ -86,12 +86,17 @@ def _draws(
         place = place * total + along.view(at)
     # An odd factor and an addend of its own per name: two tensors' positions meet here and there
     # among 2^32 numbers, never in rows. Then MurmurHash3's finalizer. Products wrap around.
-    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-    factor, addend = (int.from_bytes(part, "little") for part in (digest[:4], digest[4:]))
-    h = (place * _signed(factor | 1)).add_(_signed(addend))
+    factor, addend = _factor_and_addend(name)
+    h = (place * factor).add_(addend)
     h.bitwise_xor_(_shifted(h, 16)).mul_(_signed(0x85EBCA6B))
     h.bitwise_xor_(_shifted(h, 13)).mul_(_signed(0xC2B2AE35))
     return h.bitwise_xor_(_shifted(h, 16)).bitwise_and_(_LOW)
+
+
+def _factor_and_addend(name: str) -> tuple[int, int]:
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    factor, addend = (int.from_bytes(part, "little") for part in (digest[:4], digest[4:]))
+    return _signed(factor | 1), _signed(addend)
 
 
 def _shifted(h: torch.Tensor, by: int) -> torch.Tensor:

@@ -30,8 +30,8 @@ trainer by as many steps, so what they show is not quantization. Differences of 
 add in log space: KL is subtracted, and second moments of the ratios multiply, so ESS is divided.
 Shares kept multiply too. An age without ``CONTROL_EPISODES`` sequences of control counts as if full
 precision agreed perfectly. A veto drops whole sequences, which makes the share left out coarse:
-only all artifacts together say whether it is over its limit, and then each by itself whether it is
-one of those.
+only all artifacts together say whether it is over its limit and how far, and then each by itself
+whether it is one of those. One that is over it by itself is not confirmed meanwhile.
 """
 
 from __future__ import annotations
@@ -141,6 +141,7 @@ class Probation:
         pooled = self._evidence(every)
         over, flagrant = self._over(pooled, True)
         starved = self._starved(pooled)
+        flagrant |= not _kept(pooled) >= (1 - self.cfg.max_left_out) / FLAGRANT
         good: list[str] = []
         bad: list[str] = []
         by_itself: list[str] = []
@@ -153,7 +154,7 @@ class Probation:
                 if own["episodes"] >= OWN_SHARE * self.cfg.episodes:
                     by_itself.append(f"{artifact_id} by itself: {own_over}")
                     flagrant |= own_flagrant
-            elif self._enough(artifact_id, own["episodes"]):
+            elif not self._starved(own) and self._enough(artifact_id, own["episodes"]):
                 good.append(artifact_id)
         over = over or "; ".join(by_itself)
         strikes = window.strikes + 1 if over else 0
@@ -198,7 +199,8 @@ class Probation:
         return not _kept(found) >= 1 - self.cfg.max_left_out
 
     def _over(self, found: Mapping[str, float], shares: bool) -> tuple[str, bool]:
-        """(what is over its threshold, whether flagrantly). shares: of the tokens left out too."""
+        """(what is over its threshold, whether mismatch or ess flagrantly). shares: of the tokens
+        left out too."""
         cfg = self.cfg
         excess = found["mismatch_k3"] - found["control_k3"]
         ess = min(1.0, found["ess"] / found["control_ess"]) if found["control_ess"] else 1.0
@@ -214,8 +216,7 @@ class Probation:
                 f"effective sample size {found['ess']:.2%} of the tokens, "
                 f"{found['control_ess']:.2%} in full precision, limit {cfg.min_ess:.0%}"
             )
-        starved = shares and self._starved(found)
-        if starved:
+        if shares and self._starved(found):
             over.append(
                 f"{found['left_out']:.2%} of the tokens left out of the loss, "
                 f"{found['control_left_out']:.2%} in full precision, limit {cfg.max_left_out:.0%} "
@@ -227,7 +228,6 @@ class Probation:
             )
         flagrant = not excess <= FLAGRANT * cfg.max_mismatch_kl
         flagrant |= not ess >= cfg.min_ess / FLAGRANT
-        flagrant |= starved and not _kept(found) >= (1 - cfg.max_left_out) / FLAGRANT
         return "; ".join(over), flagrant
 
     def state(self) -> dict[str, Any]:

@@ -89,6 +89,11 @@ class TitanTrainer(ForgeActor):
                 f"expected one of {', '.join(PUSH_ROUNDINGS)}"
             )
         self.config = TrainerConfig(**made, push_rounding=self.push_rounding)
+        if self.push_rounding == "stochastic" and self.config.training.dtype == "bfloat16":
+            raise ValueError(
+                "trainer.push_rounding: 'stochastic'; expected auto or nearest: weights of "
+                "trainer.training.dtype bfloat16 are not rounded"
+            )
         if isinstance(self.loss, Mapping) or type(self.loss) is LossConfig:
             self.loss = block(GRPOLoss, dict(**self.loss), "loss")
 

@@ -85,3 +85,9 @@ def test_which_rounding(policy, how, training, stochastic):
 def test_an_unknown_rounding_is_refused(policy):
     with pytest.raises(ValueError, match=r"trainer.push_rounding: 'up'; expected one of auto"):
         TitanTrainer(**{**config(policy).to_dict(), "push_rounding": "up"})
+
+
+def test_stochastic_rounding_of_what_is_bf16_already_is_refused(policy):
+    blocks = config(policy, dtype="bfloat16").to_dict()
+    with pytest.raises(ValueError, match="expected auto or nearest"):
+        TitanTrainer(**{**blocks, "push_rounding": "stochastic"})

@@ -112,6 +112,13 @@ def test_report_of_runs_on_disk(config, made, capsys):
     assert table in capsys.readouterr().out
 
 
+def test_a_report_of_no_runs_at_all(config, tmp_path, capsys):
+    folder = tmp_path / "not" / "there"
+    assert main(["--config", str(config), "--output-dir", str(folder), "--report-only"]) == 1
+    assert "bf16: no completed run" in capsys.readouterr().err
+    assert "| INT8 | 0 | - | - |" in (folder / "compare.md").read_text()
+
+
 def test_pairs_that_are_missing_and_steps_that_taught_nothing_are_told(config, tmp_path, capsys):
     """The reference lacks one of three seeds; a run of the default arm diverged."""
     folder = tmp_path / "runs"

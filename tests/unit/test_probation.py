@@ -308,11 +308,24 @@ def test_few_sequences_dropped_by_chance_accuse_no_artifact():
     records = [*[record("a1")] * 6, record("a2"), record("a2", left_out=10)]
     for judgement in fed(made, *records * 4):
         assert (judgement.over, judgement.bad) == ("", ())
-    assert judgement.good == ("a1", "a2")
+        assert judgement.good == ("a1",), "nor is a2 confirmed"
     worse = [*[record("a1")] * 6, *[record("a2", left_out=10)] * 2]
     (judgement,) = fed(probation(patience=1), *worse)
     assert judgement.failed
     assert (judgement.bad, judgement.good) == (("a2",), ("a1",))
+
+
+def test_one_artifact_without_any_data_needs_a_second_judgement_of_the_plan():
+    """A prompt's responses are dropped together, and an artifact may have but a few prompts."""
+    made = probation()
+    records = [*[record("a1")] * 6, *[record("a2", left_out=10)] * 2]
+    first, second = fed(made, *records * 2)
+    assert (first.failed, second.failed) == (False, True)
+
+
+def test_one_artifact_far_over_a_limit_needs_no_second_judgement():
+    records = [record("a1", k3=0.01)] * 6 + [record("a2", k3=0.41)] * 2
+    assert fed(probation(), *records)[0].failed
 
 
 @pytest.mark.parametrize("per_version", [16, 32, 64])

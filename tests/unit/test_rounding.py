@@ -140,11 +140,31 @@ def test_draws_of_two_names_are_unrelated():
         assert float(crossed.abs().max()) * 12 / math.sqrt(rows.shape[1]) < 7
 
 
-def test_no_draw_comes_twice_in_a_row_read_backwards():
-    """A fold that is not one to one gives two positions the same draw."""
-    x = draws("w", (1 << 20,))
-    spectrum = torch.fft.rfft(x, n=2 * len(x)).square()
-    assert float(torch.fft.irfft(spectrum).abs().max()) * 12 / math.sqrt(len(x)) < 7
+def test_first_weights_of_tensors_have_draws_of_their_own():
+    names = [f"layers.{i}.weight" for i in range(1000)]
+    first = torch.cat([draws(name, (1,)) for name in names])
+    assert len(set(first.tolist())) > 950
+    assert abs(float(first.mean())) < 5 / math.sqrt(12 * len(first))
+
+
+def test_the_hash_is_one_to_one():
+    """A fold that repeats the sign would give x and ~x the same draw."""
+    x = torch.randint(-(2**31), 2**31, (1 << 20,), generator=torch.Generator().manual_seed(0))
+    shifted = rounding._shifted(x.to(torch.int32), 13)
+    assert torch.equal(shifted.long(), (x % 2**32) >> 13)
+
+
+def test_neighbours_of_two_names_do_not_run_in_parallel():
+    """With one factor for all names a tensor would have another's draws, moved."""
+    steps = set()
+    for name in ("a", "b", "c"):
+        found = draws(name, (1 << 16,))
+        assert torch.unique(found).numel() > 40_000
+        steps.add(tuple(found.diff()[:8].tolist()))
+    assert len(steps) == 3
+    moved = [int(rounding._factor_and_addend(name)[0]) for name in ("a", "b", "c")]
+    assert len(set(moved)) == 3
+    assert all(factor % 2 for factor in moved)
 
 
 def test_what_is_not_finite_stays_so():
