@@ -12,8 +12,8 @@ def markdown(result: Mapping[str, Any]) -> str:
         "# Training with quantized rollouts",
         "",
         f"Runs of `{result['base']}`. Means over seeds and half widths of their 95 % intervals.",
-        "Final reward: the generator's in the last ten steps. Trained policy: reward of the exported "
-        f"weights, computed in fp32. Relative: to arm `{result['reference']}`, by seed. "
+        "Final reward: the generator's in the last ten steps. Trained policy: reward of the "
+        f"exported weights, computed in fp32. Relative: to arm `{result['reference']}`, by seed. "
         "Perplexity rise: of the candidates that were judged and served, over full precision. "
         "Policy age: versions by which episodes trailed the trainer.",
         "",
