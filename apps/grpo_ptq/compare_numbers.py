@@ -116,15 +116,16 @@ def _value(step: Mapping[str, Any], name: str) -> float | None:
 
 
 def estimate(values: Sequence[float | None]) -> dict[str, float | int | None]:
-    """{"mean", "half", "n"} of the numbers among `values`; `half` of the interval is None for fewer
-    than two."""
+    """{"mean", "half", "low", "high", "n"} of the numbers among `values`; `half` of the interval is
+    None for fewer than two, low and high are the smallest and the largest."""
     numbers = [float(v) for v in values if v is not None and math.isfinite(v)]
     n = len(numbers)
+    ends = {"low": min(numbers, default=None), "high": max(numbers, default=None), "n": n}
     if n < 2:
-        return {"mean": numbers[0] if n else None, "half": None, "n": n}
+        return {"mean": numbers[0] if n else None, "half": None, **ends}
     middle = math.fsum(numbers) / n
     spread = math.sqrt(math.fsum((v - middle) ** 2 for v in numbers) / (n - 1))
-    return {"mean": middle, "half": t_quantile(CONFIDENCE, n - 1) * spread / math.sqrt(n), "n": n}
+    return {"mean": middle, "half": t_quantile(CONFIDENCE, n - 1) * spread / math.sqrt(n), **ends}
 
 
 def compare(
@@ -203,9 +204,8 @@ def _windows(curves: Sequence[Sequence[float | None]]) -> list[dict[str, Any]]:
     rows = []
     for start in range(0, longest, WINDOW):
         each = [m for c in curves if (m := mean(c[start : start + WINDOW])) is not None]
-        low, high = min(each, default=None), max(each, default=None)
         last = min(start + WINDOW, longest)
-        rows.append({"first": start + 1, "last": last, "low": low, "high": high, **estimate(each)})
+        rows.append({"first": start + 1, "last": last, **estimate(each)})
     return rows
 
 

@@ -45,7 +45,8 @@ def draw(result: Mapping[str, Any], groups: Mapping[str, str], path: Path) -> Pa
                 _band(rise, arm["rises"], colors[name], times=100, floor=FLOOR)
             mismatch.set_yscale("log")
             rise.set_yscale("log")
-            above.legend(frameon=False, fontsize=8, loc="best", title="arm (seeds)")
+            title = "arm (seeds); bands: 95 %, of two seeds both"
+            above.legend(frameon=False, fontsize=8, loc="best", title=title)
             _bars(speed, arms, colors)
         texts = ("mean reward", "mismatch k3, nats", "perplexity rise, %", "tokens/s")
         for row, text in enumerate(texts):
@@ -91,17 +92,26 @@ def _band(
         return
     steps = [p["step"] for p in points]
     means = _running([times * p["mean"] for p in points], smooth)
-    halves = _running([times * (p["half"] or 0.0) for p in points], smooth)
-    low = [m - h for m, h in zip(means, halves, strict=True)]
-    high = [m + h for m, h in zip(means, halves, strict=True)]
+    low, high = (
+        _running([times * end for end in ends], smooth)
+        for ends in zip(*(band(p) for p in points), strict=True)
+    )
     if floor is not None:
         means, low, high = ([max(v, floor) for v in values] for values in (means, low, high))
     axes.plot(steps, means, color=color, linewidth=1.7, label=label)
     axes.fill_between(steps, low, high, color=color, alpha=0.13, linewidth=0)
 
 
+def band(estimate: Mapping[str, Any]) -> tuple[float, float]:
+    """The 95 % interval, or of fewer than three runs the lowest and the highest: an interval from
+    two is thirteen times as wide, which says nothing but that they are two."""
+    if estimate["n"] < 3:
+        return estimate["low"], estimate["high"]
+    return estimate["mean"] - estimate["half"], estimate["mean"] + estimate["half"]
+
+
 def _running(values: list[float], window: int) -> list[float]:
-    """Means over the last `window` values; of half widths that is a bound, as if steps were wholly
+    """Means over the last `window` values; of a band that is a bound, as if steps were wholly
     dependent."""
     parts = [values[max(0, i - window + 1) : i + 1] for i in range(len(values))]
     return [sum(part) / len(part) for part in parts]
@@ -109,10 +119,15 @@ def _running(values: list[float], window: int) -> list[float]:
 
 def _bars(axes: Any, arms: Mapping[str, Any], colors: Mapping[str, str]) -> None:
     shown = [(name, arm) for name, arm in arms.items() if arm["tokens_per_s"]["mean"] is not None]
+    means = [arm["tokens_per_s"]["mean"] for _, arm in shown]
+    bands = [band(arm["tokens_per_s"]) for _, arm in shown]
     axes.bar(
         [arm["label"] for _, arm in shown],
-        [arm["tokens_per_s"]["mean"] for _, arm in shown],
-        yerr=[arm["tokens_per_s"]["half"] or 0.0 for _, arm in shown],
+        means,
+        yerr=[
+            [m - low for m, (low, _) in zip(means, bands, strict=True)],
+            [high - m for m, (_, high) in zip(means, bands, strict=True)],
+        ],
         color=[colors[name] for name, _ in shown],
         ecolor="#7b8794",
         capsize=3,

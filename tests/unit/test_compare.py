@@ -14,7 +14,7 @@ import pytest
 from apps.grpo_ptq import compare as compare_module
 from apps.grpo_ptq.compare import Comparison, load, main
 from apps.grpo_ptq.compare_numbers import CURVES, Run, compare, estimate, record_of
-from apps.grpo_ptq.compare_plot import colors_of
+from apps.grpo_ptq.compare_plot import band, colors_of
 from apps.grpo_ptq.compare_table import markdown, verdict
 from forge_ptq.config import ConfigError
 
@@ -231,9 +231,18 @@ def test_the_shipped_comparison_is_sound():
 
 
 def test_estimates_without_enough_numbers():
-    assert estimate([]) == {"mean": None, "half": None, "n": 0}
-    assert estimate([None, 2.0, math.nan]) == {"mean": 2.0, "half": None, "n": 1}
-    assert estimate([3.0, 3.0]) == {"mean": 3.0, "half": 0.0, "n": 2}
+    none = dict.fromkeys(("mean", "half", "low", "high"))
+    assert estimate([]) == {**none, "n": 0}
+    one = {"mean": 2.0, "half": None, "low": 2.0, "high": 2.0, "n": 1}
+    assert estimate([None, 2.0, math.nan]) == one
+    assert estimate([3.0, 3.0]) == {"mean": 3.0, "half": 0.0, "low": 3.0, "high": 3.0, "n": 2}
+
+
+def test_a_band_of_two_runs_is_their_range():
+    assert band(estimate([2.0])) == (2.0, 2.0)
+    assert band(estimate([1.0, 3.0])) == (1.0, 3.0)
+    half = 4.302653 / math.sqrt(3)  # t of two degrees of freedom, standard deviation 1
+    assert band(estimate([1.0, 2.0, 3.0])) == pytest.approx((2 - half, 2 + half), rel=1e-6)
 
 
 @pytest.mark.parametrize(
