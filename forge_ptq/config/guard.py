@@ -30,7 +30,7 @@ class ProbationConfig(Block):
     min_ess: TrueShare = 0.5
     """Smallest effective sample size of the tokens' importance ratios, as a share of the tokens."""
 
-    max_left_out: PositiveShare = 0.2
+    max_left_out: PositiveShare = 0.3
     """Largest share that masks and the veto of `loss` leave out of the response tokens that they
     would keep in full precision. A veto may drop most of the data at a small mismatch: in a
     response of 4,000 tokens one improbable token is enough. 1 sets no limit. Where a mask leaves
