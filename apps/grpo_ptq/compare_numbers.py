@@ -45,7 +45,7 @@ class Run:
     tokens_per_s: float | None = None
     wall_s: float | None = None
     evaluated: float | None = None
-    """Mean reward of the trained policy in full precision, on questions drawn with a seed of
+    """Mean reward of the exported weights, computed in fp32, on questions drawn with a seed of
     their own."""
     skipped: int = 0
     """Steps that changed nothing: their loss or gradient was not finite."""

@@ -12,7 +12,7 @@ from .checks_ptq import check_publishing, check_scales
 from .engine_keys import ENGINE_ARGS, SAMPLING_PARAMS, SET_BY_GENERATOR, describe, has_type
 from .loss import loss_problems, sampling_problems
 from .schema import RunConfig
-from .titan import ParallelismConfig
+from .titan import ParallelismConfig, rounding_problem
 
 
 def check(config: RunConfig) -> Problems:
@@ -148,9 +148,8 @@ def _trainer(config: RunConfig, problems: Problems) -> None:
     if micro > config.local_batch_size or config.local_batch_size % micro:
         message = f"got {micro}, expected a divisor of local_batch_size = {config.local_batch_size}"
         problems.append(("trainer.training.local_batch_size", message))
-    if trainer.push_rounding == "stochastic" and trainer.training.dtype == "bfloat16":
-        message = "got stochastic, expected auto or nearest: weights of trainer.training.dtype"
-        problems.append(("trainer.push_rounding", f"{message} bfloat16 are not rounded"))
+    if message := rounding_problem(trainer):
+        problems.append(("trainer.push_rounding", message))
     if (age := replay.max_policy_age) != config.off_by_n:
         # Older ones would break off_by_n; dropping younger ones leaves training without episodes.
         message = f"got {age}, expected off_by_n = {config.off_by_n}"

@@ -205,6 +205,16 @@ class TrainerConfig(Block):
     `training.dtype` is bfloat16."""
 
 
+def rounding_problem(trainer: TrainerConfig) -> str:
+    """What contradicts `push_rounding`; empty if nothing does."""
+    if trainer.push_rounding == "stochastic" and trainer.training.dtype == "bfloat16":
+        return (
+            "got stochastic, expected auto or nearest: weights of trainer.training.dtype bfloat16 "
+            "are not rounded"
+        )
+    return ""
+
+
 @dataclass(kw_only=True)
 class RefModelConfig(Block):
     """The frozen reference policy for the KL term of the loss."""

@@ -21,6 +21,7 @@ from forge_ptq.config.titan import (
     PushRounding,
     TrainerConfig,
     TrainingConfig,
+    rounding_problem,
 )
 from forge_ptq.loss import GRPOLoss
 from forge_ptq.mismatch import MAXIMA
@@ -89,11 +90,8 @@ class TitanTrainer(ForgeActor):
                 f"expected one of {', '.join(PUSH_ROUNDINGS)}"
             )
         self.config = TrainerConfig(**made, push_rounding=self.push_rounding)
-        if self.push_rounding == "stochastic" and self.config.training.dtype == "bfloat16":
-            raise ValueError(
-                "trainer.push_rounding: 'stochastic'; expected auto or nearest: weights of "
-                "trainer.training.dtype bfloat16 are not rounded"
-            )
+        if message := rounding_problem(self.config):
+            raise ValueError(f"trainer.push_rounding: {message}")
         if isinstance(self.loss, Mapping) or type(self.loss) is LossConfig:
             self.loss = block(GRPOLoss, dict(**self.loss), "loss")
 
